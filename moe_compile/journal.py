@@ -1,0 +1,146 @@
+"""What the compiler did: an append-only record of typed events. explain, dump and logs only ever read it.
+
+A compilation writes events with `record`; a reader collects them with `with capture() as events:`. Recording never
+fails and never changes what is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+log = logging.getLogger("moe_compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """A place in the user's model: module path ("model.layers.0.mlp", "" if unknown) and source ("file.py:12", line text)."""
+
+    module: str = ""
+    source: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(p for p in (self.module, f"({self.source})" if self.source else "") if p) or "?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """`graph` counts the graphs that this process compiled, from 0."""
+
+    graph: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphSeen(Event):
+    """A graph reached the backend. `text` is its readable code, made only when somebody captures with `text=True`."""
+
+    nodes: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionFound(Event):
+    """A block was proved. `spec` is the MoESpec's line; `router_why` says why its router keeps its nodes ("" if it doesn't)."""
+
+    region: int
+    spec: str
+    where: Where
+    root: str
+    nodes: int
+    router_why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionRejected(Event):
+    """Something looked like a block and was not proved: the deepest proof's node, source and reason."""
+
+    where: Where
+    node: str
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Event):
+    """The plan of a region: every candidate considered ("triton_grouped: Reject ..."), and the plan's text."""
+
+    region: int
+    candidates: tuple[str, ...]
+    plan: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered(Event):
+    """The regions were replaced; nodes before and after. `text` as in GraphSeen."""
+
+    regions: int
+    nodes_before: int
+    nodes_after: int
+    text: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFailed(Event):
+    """A stage raised; the graph was compiled as it was."""
+
+    stage: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled(Event):
+    """The inner backend took the graph. Seconds spent in our stages, by stage."""
+
+    inner: str
+    seconds: dict[str, float] = field(default_factory=dict, hash=False)
+
+
+_RECENT: deque[Event] = deque(maxlen=10_000)
+_LISTENERS: list[tuple[list[Event], bool]] = []
+_LOCK = threading.Lock()
+_GRAPHS = itertools.count()
+
+
+def next_graph() -> int:
+    """A fresh graph number, unique in this process."""
+    return next(_GRAPHS)
+
+
+def record(event: Event) -> None:
+    """Append an event; listeners see it at once, and loggers at DEBUG."""
+    with _LOCK:
+        _RECENT.append(event)
+        for events, _ in _LISTENERS:
+            events.append(event)
+    log.debug("%s", event)
+
+
+def wants_text() -> bool:
+    """Whether a listener asked for graph texts (they cost time to print)."""
+    return any(text for _, text in _LISTENERS)
+
+
+@contextlib.contextmanager
+def capture(*, text: bool = False) -> Iterator[list[Event]]:
+    """The events recorded inside the `with`, in order, in a list that grows as they come."""
+    entry: tuple[list[Event], bool] = ([], text)
+    with _LOCK:
+        _LISTENERS.append(entry)
+    try:
+        yield entry[0]
+    finally:
+        with _LOCK:
+            # by identity: two captures may hold equal lists
+            _LISTENERS[:] = [e for e in _LISTENERS if e is not entry]
+
+
+def recent() -> tuple[Event, ...]:
+    """The last events of this process (at most 10,000)."""
+    with _LOCK:
+        return tuple(_RECENT)

@@ -1,0 +1,28 @@
+"""Who can run a spec: one file a provider, listed here in order of registration."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..spec import ExpertsSpec
+from .base import Candidate, ExpertWeights, Launcher, Plan, Provider, Tactic, Work
+
+__all__ = ["Candidate", "ExpertWeights", "Launcher", "Plan", "Provider", "Tactic", "Work", "launcher", "providers"]
+
+
+@lru_cache(None)
+def providers() -> dict[str, Provider]:
+    """Every provider by name; `aten` is first, and runs any spec on any device."""
+    from .aten import Aten
+    from .triton_grouped import TritonGrouped
+
+    return {p.name: p for p in (Aten(), TritonGrouped())}
+
+
+@lru_cache(1024)
+def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launcher:
+    """The candidate's launcher, built once. ValueError names an unknown provider; KeyError never escapes."""
+    known = providers()
+    if candidate.provider not in known:
+        raise ValueError(f"provider {candidate.provider!r} is not one of {', '.join(known)}")
+    return known[candidate.provider].build(candidate.tactic, spec, device)  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""The provider contract: who can run an ExpertsSpec, with which tactics, at what work, and how.
+
+One object owns supports + prepare + build, so an operator and its argument packing can't be chosen apart. Providers
+see specs, devices and tensors; never torch.fx and never options. `Plan` is what the planner hands to the operator:
+which candidate serves which range of token counts, as text that travels inside the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ..spec import ExpertsSpec
+from ..verdict import Verdict
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """The experts' tensors in their native layout (spec.weight_shapes()); biases are [E, G] (or two [E, I]) and [E, H].
+
+    gate_up: one tensor, or (gate, up) where spec.gate_up.halves == "separate". Biases are empty where there are none.
+    """
+
+    gate_up: tuple[torch.Tensor, ...]
+    down: torch.Tensor
+    gate_up_bias: tuple[torch.Tensor, ...] = ()
+    down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one call does, for pricing: the cost model turns this into seconds.
+
+    flop: multiply-adds counted twice. weight_bytes: expert weights read from memory. activation_bytes: everything
+    else moved. launches: kernels or library calls on the device. tiles: independent units of work, 0 if unknown.
+    """
+
+    flop: float
+    weight_bytes: float
+    activation_bytes: float
+    launches: int
+    tiles: int = 0
+
+
+@dataclass(frozen=True)
+class Tactic:
+    """A provider's private knob values, in a fixed order. Text: `BLOCK_M=16,BLOCK_N=64`; empty for "the only way"."""
+
+    knobs: tuple[tuple[str, int | str], ...] = ()
+
+    @classmethod
+    def of(cls, **knobs: int | str) -> Tactic:
+        return cls(tuple(knobs.items()))
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v}" for k, v in self.knobs)
+
+    @classmethod
+    def parse(cls, text: str) -> Tactic:
+        pairs = [part.partition("=")[::2] for part in text.split(",") if part]
+        return cls(tuple((k, int(v) if re.fullmatch(r"-?\d+", v) else v) for k, v in pairs))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A provider and one of its tactics. Text: `triton_grouped(BLOCK_M=16)` or `aten`."""
+
+    provider: str
+    tactic: Tactic = Tactic()
+
+    def __str__(self) -> str:
+        return f"{self.provider}({self.tactic})" if self.tactic.knobs else self.provider
+
+    @classmethod
+    def parse(cls, text: str) -> Candidate:
+        found = re.fullmatch(r"(\w+)(?:\((.*)\))?", text)
+        if not found:
+            raise ValueError(f"candidate {text!r} is not 'provider' or 'provider(knob=value,...)'")
+        return cls(provider=found.group(1), tactic=Tactic.parse(found.group(2) or ""))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Token buckets to candidates: ((upper T, candidate), ...), ascending; the last bound is None, for every larger T.
+
+    Text: `16:aten;*:triton_grouped(BLOCK_M=64)`.
+    """
+
+    buckets: tuple[tuple[int | None, Candidate], ...]
+
+    def __post_init__(self) -> None:
+        bounds = [b for b, _ in self.buckets]
+        if not bounds or bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(set(bounds[:-1])):
+            raise ValueError(f"plan buckets {bounds} must ascend and end with None")
+
+    def at(self, T: int) -> Candidate:
+        """The candidate for T tokens."""
+        return next(c for bound, c in self.buckets if bound is None or bound >= T)
+
+    def __str__(self) -> str:
+        return ";".join(f"{'*' if bound is None else bound}:{c}" for bound, c in self.buckets)
+
+    @classmethod
+    @lru_cache(4096)
+    def parse(cls, text: str) -> Plan:
+        """The plan that `str` printed; ValueError otherwise."""
+        pairs = [part.partition(":")[::2] for part in text.split(";")]
+        return cls(tuple((None if b == "*" else int(b), Candidate.parse(c)) for b, c in pairs))
+
+
+Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor | None", ExpertWeights], "torch.Tensor"]
+"""launcher(hidden_TH, ids_TK, weights_TK or None, packed) -> out_TH; allocates its output and workspace, reads its
+inputs only, makes no host synchronization on CUDA."""
+
+
+class Provider(ABC):
+    """A family of kernels that can run some ExpertsSpecs on some devices."""
+
+    name: str
+
+    @abstractmethod
+    def available(self) -> Verdict:
+        """Whether its libraries import, in usable versions. Asked once per process."""
+
+    @abstractmethod
+    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+        """Whether it can run `spec` on `device`, for any T. Pure: reads no environment and no globals."""
+
+    @abstractmethod
+    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
+        """Ways to run T tokens, most promising first, each with its work. Never empty where `supports` is Ok."""
+
+    def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
+        """One-time packing: (packed, bytes copied). Native layouts are read in place: 0 bytes, the same tensors."""
+        return weights, 0
+
+    @abstractmethod
+    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
+        """The launcher of one tactic; built once per (tactic, spec, device) and kept."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """Changes when its results or speed may: library versions and the kernels' source hash. Part of tuning keys."""

@@ -1,0 +1,256 @@
+"""What an MoE block computes: MoESpec = ExpertsSpec + RouterSpec (or None). The hinge of the package.
+
+Every spelling of a block that recognition proves becomes one of these, and every kernel is chosen for one of these.
+Specs are pure, frozen, hashable, and print on one line that `parse` takes back; the line is an argument of the
+operators and the key of plans and of the tuning cache.
+
+    experts(E=128 K=8 H=2048 I=768 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=bf16 w=f32 out=bf16)
+    router(E=128 K=8 score=softmax.f32 renorm=sum eps=0 scale=1 logits=bf16 out=bf16)
+
+Meaning of the experts, for token t (T of them), slot k, e = ids_TK[t, k], w = weights_TK[t, k] (accumulated in fp32
+at least; see reference.py):
+
+    g, u = gate_up[e] @ x[t] + gate_up_bias[e]      split into its gate and up rows, each of I
+    y    = down[e] @ cast(act(g, u), x.dtype) + down_bias[e]
+    out[t] = cast(sum_k w * y, out.dtype)           weight=output; weight=input scales x[t] instead; weight=none: w = 1
+
+A route whose id is not in [0, E) contributes exactly 0 (expert-parallel sentinels).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from .activation import Activation
+
+DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_SHORT = {long: short for short, long in DTYPES.items()}
+
+GATE_UP_STORAGE = ("EGH", "EHG")  # G = 2I rows (or I where there is no gate)
+HALVES = ("gate_up", "up_gate", "gate_up_interleaved", "up_gate_interleaved", "up", "separate")
+DOWN_STORAGE = ("EHI", "EIH")
+BIASES = ("none", "gate_up", "down", "both")
+WEIGHT_SIDES = ("output", "input", "none")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid")
+GROUP_SCORES = ("none", "max", "top2_sum")
+RENORMS = ("none", "sum", "sum_plus_eps")
+
+
+def torch_dtype(short: str) -> Any:
+    """The torch dtype of "bf16", "f16", "f32" or "f64"."""
+    import torch
+
+    return getattr(torch, DTYPES[short])
+
+
+def short_dtype(dtype: Any) -> str | None:
+    """"bf16" of torch.bfloat16; None where a spec can't hold the dtype."""
+    return _SHORT.get(str(dtype).removeprefix("torch."))
+
+
+def _check(owner: str, field: str, value: Any, allowed: tuple[str, ...] | dict[str, str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{owner}: {field}={value!r} is not one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the first linear's weights are stored: `storage` is the axis order, `halves` where gate and up rows sit on G.
+
+    gate_up: gate rows [0, I), up rows [I, 2I). gate_up_interleaved: gate row i at 2i, up row i at 2i + 1.
+    up: no gate, G = I. separate: two tensors, gate then up, each with I rows.
+    Text: `EGH:gate_up`.
+    """
+
+    storage: str = "EGH"
+    halves: str = "gate_up"
+
+    def __post_init__(self) -> None:
+        _check("Layout", "storage", self.storage, GATE_UP_STORAGE)
+        _check("Layout", "halves", self.halves, HALVES)
+
+    def __str__(self) -> str:
+        return f"{self.storage}:{self.halves}"
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        storage, _, halves = text.partition(":")
+        return cls(storage=storage, halves=halves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """The experts of a block; the module's docstring has the meaning. Sizes are static, the token count T is free.
+
+    E experts, K choices per token, H hidden, I intermediate per expert. `x`, `w`, `out` are the dtypes (bf16, f16,
+    f32, f64) of the hidden states and expert weights, of the routing weights, and of the result.
+    """
+
+    E: int
+    K: int
+    H: int
+    I: int  # noqa: E741  (the field's name for it)
+    act: Activation
+    gate_up: Layout = Layout()
+    down: str = "EHI"
+    bias: str = "none"
+    weight: str = "output"
+    x: str = "bf16"
+    w: str = "f32"
+    out: str = "bf16"
+
+    def __post_init__(self) -> None:
+        for field in ("E", "K", "H", "I"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"ExpertsSpec: {field}={getattr(self, field)} must be at least 1")
+        _check("ExpertsSpec", "down", self.down, DOWN_STORAGE)
+        _check("ExpertsSpec", "bias", self.bias, BIASES)
+        _check("ExpertsSpec", "weight", self.weight, WEIGHT_SIDES)
+        for field in ("x", "w", "out"):
+            _check("ExpertsSpec", field, getattr(self, field), DTYPES)
+        if self.act.gated == (self.gate_up.halves == "up"):
+            raise ValueError(f"ExpertsSpec: act={self.act} and gate_up={self.gate_up} disagree on whether there is a gate")
+
+    @property
+    def gated(self) -> bool:
+        return self.act.gated
+
+    @property
+    def G(self) -> int:
+        """Rows of the first linear: 2I with a gate, else I."""
+        return 2 * self.I if self.gated else self.I
+
+    @property
+    def has_gate_up_bias(self) -> bool:
+        return self.bias in ("gate_up", "both")
+
+    @property
+    def has_down_bias(self) -> bool:
+        return self.bias in ("down", "both")
+
+    def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the expert weight tensors, in operand order: gate_up (or gate, up), then down."""
+        rows = self.I if self.gate_up.halves == "separate" else self.G
+        first = (self.E, rows, self.H) if self.gate_up.storage == "EGH" else (self.E, self.H, rows)
+        second = (self.E, self.H, self.I) if self.down == "EHI" else (self.E, self.I, self.H)
+        return (first,) * (2 if self.gate_up.halves == "separate" else 1) + (second,)
+
+    def __str__(self) -> str:
+        return _print("experts", self)
+
+    @classmethod
+    def parse(cls, text: str) -> ExpertsSpec:
+        return _parse(cls, "experts", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """From logits_TE to weights_TK and ids_TK. Selection is exact: its dtypes and the order of steps are the meaning.
+
+    1. s = score(cast(logits, score_dtype)): softmax or sigmoid or sqrt(softplus) over E; for topk_softmax and
+       topk_sigmoid the score is taken after selection, over the K chosen logits, and s = logits here.
+    2. c = s + bias[e], where `bias` (its own operand) is used to choose only.
+    3. With groups > 1: a group's score is the `group_score` of its c (max, or the sum of its top two); the best
+       `top_groups` groups stay, the c of the others become `group_fill` (-inf or 0).
+    4. ids = top-K of c. w = s[ids] (of s, not c), after selection scored where the score says so.
+    5. renorm: sum divides w by its sum over k; sum_plus_eps by (sum + eps). Then w *= scale; cast to `out`.
+
+    Ties: as torch.topk on the device resolves them, since step 4 is that call.
+    """
+
+    E: int
+    K: int
+    score: str = "softmax"
+    score_dtype: str = "f32"
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    group_score: str = "none"
+    group_fill: float = 0.0
+    renorm: str = "none"
+    eps: float = 0.0
+    scale: float = 1.0
+    logits: str = "bf16"
+    out: str = "f32"
+
+    def __post_init__(self) -> None:
+        _check("RouterSpec", "score", self.score, SCORES)
+        _check("RouterSpec", "group_score", self.group_score, GROUP_SCORES)
+        _check("RouterSpec", "renorm", self.renorm, RENORMS)
+        for field in ("score_dtype", "logits", "out"):
+            _check("RouterSpec", field, getattr(self, field), DTYPES)
+        if not 1 <= self.K <= self.E:
+            raise ValueError(f"RouterSpec: K={self.K} must be in 1..E={self.E}")
+        if self.groups < 1 or self.E % self.groups or not 1 <= self.top_groups <= self.groups:
+            raise ValueError(f"RouterSpec: groups={self.groups} must divide E={self.E}, top_groups={self.top_groups} fit")
+        if (self.groups > 1) != (self.group_score != "none"):
+            raise ValueError(f"RouterSpec: groups={self.groups} and group_score={self.group_score} disagree")
+
+    def __str__(self) -> str:
+        return _print("router", self)
+
+    @classmethod
+    def parse(cls, text: str) -> RouterSpec:
+        return _parse(cls, "router", text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """A block: its experts, and its router where that was recognized (else ids and weights come from the graph)."""
+
+    experts: ExpertsSpec
+    router: RouterSpec | None = None
+
+    def __str__(self) -> str:
+        return f"{self.experts} {self.router}" if self.router else str(self.experts)
+
+    @classmethod
+    def parse(cls, text: str) -> MoESpec:
+        """The spec that `str` printed; ValueError says what can't be read."""
+        found = re.fullmatch(r"(experts\(.*?\))(?: (router\(.*\)))?", text)
+        if not found or (" router(" in text) != bool(found.group(2)):
+            raise ValueError(f"MoESpec: {text!r} is not 'experts(...)' or 'experts(...) router(...)'")
+        router = RouterSpec.parse(found.group(2)) if found.group(2) else None
+        return cls(experts=ExpertsSpec.parse(found.group(1)), router=router)
+
+
+def _print(head: str, spec: Any) -> str:
+    parts = []
+    for f in dataclasses.fields(spec):
+        value = getattr(spec, f.name)
+        parts.append(f"{f.name}={int(value) if isinstance(value, bool) else value}")
+    return f"{head}({' '.join(parts)})"
+
+
+_Spec = TypeVar("_Spec", ExpertsSpec, RouterSpec)
+
+
+@lru_cache(4096)
+def _parse(cls: type[_Spec], head: str, text: str) -> _Spec:
+    if not (text.startswith(head + "(") and text.endswith(")")):
+        raise ValueError(f"{cls.__name__}: {text!r} is not '{head}(key=value ...)'")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for part in text[len(head) + 1 : -1].split(" "):
+        key, equals, raw = part.partition("=")
+        if not equals or key not in fields:
+            raise ValueError(f"{cls.__name__}: {key!r} is not one of {', '.join(fields)}")
+        values[key] = _READERS[fields[key].type](raw)
+    missing = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in values]
+    if missing:
+        raise ValueError(f"{cls.__name__}: {', '.join(missing)} missing in {text!r}")
+    return cls(**values)
+
+
+_READERS: dict[Any, Any] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "bool": lambda raw: bool(int(raw)),
+    "Activation": Activation.parse,
+    "Layout": Layout.parse,
+}

@@ -1,7 +1,7 @@
 """What the compiler did: an append-only record of typed events. explain, dump and logs only ever read it.
 
-A compilation writes events with `record`; a reader collects them with `with capture() as events:`. Recording never
-fails and never changes what is compiled.
+A compilation writes events with `record`; a reader collects them with `with capture() as events:`, or is called with
+each from `subscribe` on. Recording never fails and never changes what is compiled.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 log = logging.getLogger("moe_compile")
@@ -19,7 +19,7 @@ log = logging.getLogger("moe_compile")
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """A place in the user's model: module path ("model.layers.0.mlp", "" if unknown) and source ("file.py:12", line text)."""
+    """A place in the model: module path ("model.layers.0.mlp"), source ("file.py:12"), its text; "" if unknown."""
 
     module: str = ""
     source: str = ""
@@ -46,7 +46,7 @@ class GraphSeen(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RegionFound(Event):
-    """A block was proved. `spec` is the MoESpec's line; `router_why` says why its router keeps its nodes ("" if it doesn't)."""
+    """A block was proved. `spec`: the MoESpec's line. `router_why`: why its router keeps its nodes, if it does."""
 
     region: int
     spec: str
@@ -102,7 +102,7 @@ class Compiled(Event):
 
 
 _RECENT: deque[Event] = deque(maxlen=10_000)
-_LISTENERS: list[tuple[list[Event], bool]] = []
+_LISTENERS: dict[object, tuple[Callable[[Event], object], bool]] = {}
 _LOCK = threading.Lock()
 _GRAPHS = itertools.count()
 
@@ -113,31 +113,46 @@ def next_graph() -> int:
 
 
 def record(event: Event) -> None:
-    """Append an event; listeners see it at once, and loggers at DEBUG."""
+    """Append an event; listeners see it at once, loggers at DEBUG. A listener that raises is dropped, and logged."""
     with _LOCK:
         _RECENT.append(event)
-        for events, _ in _LISTENERS:
-            events.append(event)
+        listeners = tuple(_LISTENERS.items())
+    for key, (listener, _) in listeners:
+        try:
+            listener(event)
+        except Exception:  # a reader's fault must not become the compilation's
+            _drop(key)
+            log.exception("a journal listener failed and is dropped")
     log.debug("%s", event)
 
 
 def wants_text() -> bool:
     """Whether a listener asked for graph texts (they cost time to print)."""
-    return any(text for _, text in _LISTENERS)
+    return any(text for _, text in tuple(_LISTENERS.values()))
+
+
+def subscribe(listener: Callable[[Event], object], *, text: bool = False) -> Callable[[], None]:
+    """Call `listener` with every event from now on, until the returned function is called. `text`: see wants_text."""
+    key = object()
+    with _LOCK:
+        _LISTENERS[key] = (listener, text)
+    return lambda: _drop(key)
+
+
+def _drop(key: object) -> None:
+    with _LOCK:
+        _LISTENERS.pop(key, None)
 
 
 @contextlib.contextmanager
 def capture(*, text: bool = False) -> Iterator[list[Event]]:
     """The events recorded inside the `with`, in order, in a list that grows as they come."""
-    entry: tuple[list[Event], bool] = ([], text)
-    with _LOCK:
-        _LISTENERS.append(entry)
+    events: list[Event] = []
+    stop = subscribe(events.append, text=text)
     try:
-        yield entry[0]
+        yield events
     finally:
-        with _LOCK:
-            # by identity: two captures may hold equal lists
-            _LISTENERS[:] = [e for e in _LISTENERS if e is not entry]
+        stop()
 
 
 def recent() -> tuple[Event, ...]:

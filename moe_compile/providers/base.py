@@ -14,24 +14,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
 from ..verdict import Verdict
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertWeights:
-    """The experts' tensors in their native layout (spec.weight_shapes()); biases are [E, G] (or two [E, I]) and [E, H].
-
-    gate_up: one tensor, or (gate, up) where spec.gate_up.halves == "separate". Biases are empty where there are none.
-    """
-
-    gate_up: tuple[torch.Tensor, ...]
-    down: torch.Tensor
-    gate_up_bias: tuple[torch.Tensor, ...] = ()
-    down_bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,218 @@
+"""The backend: `torch.compile(model, backend="moe")`. The stages in order, and what happens when one fails.
+
+In: Dynamo's graph. Out: a callable, from the inner backend (Inductor unless `moe.inner` says otherwise), of the same
+graph with every proved MoE block replaced. An exception in a stage of ours leaves the graph as it was and warns once;
+`moe.strict` raises instead.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import journal
+from .journal import Compiled, GraphSeen, Lowered, Planned, RegionFound, RegionRejected, StageFailed
+from .options import Options
+from .verdict import Reject
+
+_WARNED: set[str] = set()
+
+
+def moe_backend(
+    gm: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph with its MoE blocks replaced.
+
+    mode: any mode of Inductor ("reduce-overhead", "max-autotune", ...). options: keys that start with `moe.` are ours
+    (docs/options.md), the others go to Inductor. ValueError for an unknown or bad `moe.` option.
+    """
+    ours, inner_options = Options.parse(options)
+    original = _copy(gm.graph)
+    try:
+        changed = _transform(gm, ours)
+    except _StageError as failure:
+        _give_up(failure, ours)
+        _restore(gm, original)
+        changed = False
+    compile_inner = _inner(ours.inner, mode, inner_options)
+    if not changed:
+        return compile_inner(gm, example_inputs)
+    backup = torch.fx.GraphModule(gm, original)
+    try:
+        return compile_inner(gm, example_inputs)
+    except torch._dynamo.exc.TorchDynamoException:
+        raise  # Dynamo's own signals: restarts and skips
+    except Exception as error:
+        # The inner backend refused the lowered graph. Where it takes the original one, the fault is ours.
+        if ours.strict:
+            raise
+        _restore(gm, backup.graph)
+        compiled = compile_inner(gm, example_inputs)
+        _give_up(_StageError("inner", error), ours)
+        return compiled
+
+
+class _StageError(Exception):
+    def __init__(self, stage: str, error: Exception, graph: int = -1) -> None:
+        super().__init__(f"{stage}: {type(error).__name__}: {error}")
+        self.stage, self.error, self.graph = stage, error, graph
+
+
+def _transform(gm: torch.fx.GraphModule, options: Options) -> bool:
+    """Recognize, plan and lower, in place; whether anything was replaced. A _StageError names the stage that failed."""
+    graph = journal.next_graph()
+    seconds: dict[str, float] = {}
+
+    def stage(name: str, work: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return work(*args)
+        except Exception as error:
+            raise _StageError(name, error, graph) from error
+        finally:
+            seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
+
+    nodes = len(gm.graph.nodes)
+    journal.record(GraphSeen(graph=graph, nodes=nodes, text=_text(gm)))
+    found = stage("recognize", _recognize, gm)
+    for r in found.rejections:
+        journal.record(
+            RegionRejected(
+                graph=graph, where=r.where, node=r.node.name, reason=r.verdict.reason, detail=r.verdict.detail
+            )
+        )
+    for number, region in enumerate(found.regions):
+        device = region.match.down.meta.get("example_value", region.match.down.meta.get("val")).device
+        fused, why = False, region.router_why
+        if region.router is not None:
+            verdict = stage("plan", _plan_route, region.spec.router, device, options.route)
+            fused, why = bool(verdict), "" if verdict else str(verdict)
+        planning = stage("plan", _plan, region.spec.experts, device, options.provider)
+        journal.record(
+            RegionFound(
+                graph=graph, region=number, spec=str(region.spec), where=region.where, root=region.root.name,
+                nodes=nodes, router_why=why,
+            )
+        )  # fmt: skip
+        journal.record(
+            Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan))
+        )
+        stage("lower", _lower, gm, region, str(planning.plan), fused)
+    if found.regions:
+        stage("lower", _finish, gm)
+        journal.record(
+            Lowered(
+                graph=graph, regions=len(found.regions), nodes_before=nodes, nodes_after=len(gm.graph.nodes),
+                text=_text(gm),
+            )
+        )  # fmt: skip
+    journal.record(Compiled(graph=graph, inner=options.inner, seconds=seconds))
+    return bool(found.regions)
+
+
+# The stages. Imported when first used: `import moe_compile` and compiling models without MoE stay light.
+
+
+def _recognize(gm: torch.fx.GraphModule) -> Any:
+    from .recognize import recognize
+
+    return recognize(gm)
+
+
+def _plan(spec: Any, device: torch.device, provider: str) -> Any:
+    from .plan import plan_experts
+
+    return plan_experts(spec, device, provider)
+
+
+def _plan_route(spec: Any, device: torch.device, wish: str) -> Any:
+    from .plan import plan_route
+
+    return plan_route(spec, device, wish)
+
+
+def _lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -> None:
+    from .lower import lower
+
+    lower(gm, region, plan, fuse_router)
+
+
+def _finish(gm: torch.fx.GraphModule) -> None:
+    gm.graph.lint()
+    gm.recompile()
+
+
+# Falling back
+
+
+def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """The graph with nodes of its own; it shares values and metadata."""
+    new = torch.fx.Graph()
+    output = new.graph_copy(graph, val_map={}, return_output_node=True)
+    if isinstance(output, tuple):
+        value, node = output
+        new.output(value).meta.update(node.meta)
+    return new
+
+
+def _restore(gm: torch.fx.GraphModule, original: torch.fx.Graph) -> None:
+    gm.graph = original
+    gm.recompile()
+
+
+def _give_up(failure: _StageError, options: Options) -> None:
+    """Raise where the user asked for it, else warn once per reason and go on."""
+    if options.strict:
+        raise failure.error
+    reason = str(failure)
+    journal.record(StageFailed(graph=failure.graph, stage=failure.stage, error=reason))
+    if reason not in _WARNED:
+        _WARNED.add(reason)
+        warnings.warn(
+            f"moe_compile: {reason}; the graph is compiled without MoE kernels (moe.strict=True raises)", stacklevel=2
+        )
+
+
+def _text(gm: torch.fx.GraphModule) -> str:
+    return gm.print_readable(print_output=False) if journal.wants_text() else ""
+
+
+# The inner backend
+
+
+def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
+    if name == "inductor":
+        return _inductor(mode, options)
+    if options:
+        raise ValueError(f"options {', '.join(options)} are for Inductor, but moe.inner={name}")
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
+    """Inductor with a mode's settings and then the options', as torch.compile itself would apply them."""
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches: dict[str, Any] = {}
+    if mode is not None and mode != "default":
+        patches.update(list_mode_options(mode, None))
+    patches.update(options)
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_fx(gm, example_inputs, config_patches=patches or None)
+
+    return compile_graph
+
+
+__all__ = ["Reject", "moe_backend"]

@@ -1,0 +1,73 @@
+"""The one timing protocol: in, named functions; out, a Timing each. Tuning and benchmarks both use it.
+
+Machines drift (clocks, heat, neighbours), so contenders are never timed one after the other: every round times each of
+them once, in an order that rotates, and a contender's time is the median over rounds. One sample repeats the call until
+it fills `sample_seconds`, so that clock resolution and call overhead don't show. Ratios are of the same round, then the
+median: what drifts slower than a round cancels.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds per call, one sample a round, in round order."""
+
+    samples: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return statistics.median(self.samples)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, over the median: 0.05 is +-5 %."""
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return (high - low) / 2 / self.median
+
+    def over(self, other: Timing) -> float:
+        """The median over rounds of this time / the other's: below 1, this one is faster."""
+        return statistics.median(a / b for a, b in zip(self.samples, other.samples, strict=True))
+
+
+def compare(
+    contenders: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 15,
+    sample_seconds: float = 0.02,
+    synchronize: Callable[[], Any] = lambda: None,
+) -> dict[str, Timing]:
+    """Time each contender, interleaved. The first call of each, uncounted, warms it up (it may compile).
+
+    synchronize: waits for the device (torch.cuda.synchronize); called once before and once after the repeated calls of
+    a sample, so that launches overlap within a sample as they do in use. At least two rounds.
+    """
+    if rounds < 2:
+        raise ValueError(f"bench: rounds={rounds} must be at least 2")
+
+    def sample(call: Callable[[], Any], repeats: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        return (time.perf_counter() - start) / repeats
+
+    repeats = {}
+    for name, call in contenders.items():
+        sample(call, 1)
+        once = min(sample(call, 1), sample(call, 1))
+        repeats[name] = max(1, round(sample_seconds / max(once, 1e-9)))
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            samples[name].append(sample(contenders[name], repeats[name]))
+    return {name: Timing(samples=tuple(s)) for name, s in samples.items()}

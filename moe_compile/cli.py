@@ -1,0 +1,164 @@
+"""The command `moe-compile`: in, arguments; out, text (or JSON with --json) and an exit code.
+
+0: done. 1: it could not be done, or the demo found a fault. 2: wrong usage. A problem is one line on standard error;
+--traceback shows where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+_EXAMPLES = """\
+examples:
+  moe-compile demo                          the main job on a small random model; no download
+  moe-compile explain ./my-model            what becomes of each MoE block of a model, and why
+  moe-compile explain ./my-model --json     the same, for programs
+  moe-compile doctor                        versions, devices and providers of this machine
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader went away (`| head`), which is no error. The exit flushes stdout once more, hence the null device.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        if arguments.traceback:
+            raise
+        print(f"moe-compile: error: {str(error).strip() or type(error).__name__}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--json", action="store_true", help="print JSON instead of text")
+    common.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+    parser = argparse.ArgumentParser(
+        prog="moe-compile",
+        description='torch.compile(model, backend="moe"), from the command line.',
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str, example: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name,
+            parents=[common],
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=f"example: {example}",
+        )
+        sub.set_defaults(run=run)
+        return sub
+
+    command("demo", _demo, "compile a small random Qwen3-MoE, check it and time it", "moe-compile demo")
+    explain = command(
+        "explain",
+        _explain,
+        "say what becomes of each MoE block of a model, and why",
+        "moe-compile explain ./my-model --tokens 64",
+    )
+    explain.add_argument("model", metavar="MODEL", help="a folder of a HuggingFace causal language model, or a hub id")
+    explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
+    command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _show(arguments: argparse.Namespace, result: Any) -> None:
+    print(
+        json.dumps(result.as_dict() if hasattr(result, "as_dict") else result, indent=2) if arguments.json else result
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from . import demo
+
+    result = demo.run(say=lambda text: print(f"... {text}", file=sys.stderr, flush=True))
+    _show(arguments, result)
+    return 0 if result.ok else 1
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    # Else a mistyped path is taken for a hub id, and the message is about that.
+    if arguments.model.startswith((".", "/", "~")) and not os.path.isdir(arguments.model):
+        raise ValueError(f"{arguments.model} is not a folder")
+    import torch
+    import transformers
+
+    from .explain import explain
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(device).eval()
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(0, vocabulary, (1, arguments.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    with torch.no_grad():
+        _show(arguments, explain(model, input_ids=ids))
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .options import Options
+    from .providers import providers
+
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return "not installed"
+
+    packages = ("moe_compile", "torch", "triton", "transformers", "flashinfer-python", "sympy")
+    registered = [e.value for e in entry_points(group="torch_dynamo_backends") if e.name == "moe"]
+    devices = [f"cpu ({torch.get_num_threads()} threads)"]
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        devices.append(f"cuda:{i} ({facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB)")
+    found = {
+        "versions": {"python": platform.python_version(), **{p: installed(p) for p in packages}},
+        "devices": devices,
+        "C++ compiler": shutil.which("c++")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+        or "none: Inductor needs one",
+        'backend "moe"': registered[0] if registered else "not registered: install the package with pip",
+        "providers": {name: str(p.available()) for name, p in providers().items()},
+        "options": {k: str(v) for k, v in vars(Options.parse()[0]).items()},
+    }
+    _show(arguments, found if arguments.json else "\n".join(_outline(found)))
+    return 0 if registered else 1
+
+
+def _outline(tree: dict[str, Any]) -> list[str]:
+    lines = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += [key, *(f"  {k:20}{v}" for k, v in value.items())]
+        elif isinstance(value, list):
+            lines += [key, *(f"  {v}" for v in value)]
+        else:
+            lines.append(f"{key:22}{value}")
+    return lines

@@ -1,0 +1,215 @@
+"""What the compiler did with a model, and why: in, the journal's events; out, a Report that prints.
+
+    print(moe_compile.explain(model, input_ids))
+
+`explain` compiles and runs the model once; `Report.from_events` reads any capture of the journal. Nothing here decides
+anything: the report holds only what was recorded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from . import journal
+from .journal import Where
+from .spec import MoESpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A block that was proved. `chosen` is its plan's text; `router_why` says why its router kept its nodes, if it did.
+
+    `candidates` are the verdicts on each provider. `replaced` is False where a later stage failed.
+    """
+
+    graph: int
+    region: int
+    spec: MoESpec
+    where: Where
+    candidates: tuple[str, ...] = ()
+    chosen: str = ""
+    router_why: str = ""
+    replaced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """Something that looked like a block and was not proved: the reason, and the node and source line it stands on."""
+
+    graph: int
+    reason: str
+    detail: str
+    where: Where
+    node: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A stage of ours that raised; the graph was compiled as it was."""
+
+    graph: int
+    stage: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """`graphs` counts the graphs that Dynamo handed over; the lists are in program order. `print(report)`."""
+
+    graphs: int
+    regions: tuple[Region, ...]
+    rejections: tuple[Rejection, ...]
+    failures: tuple[Failure, ...]
+
+    @classmethod
+    def from_events(cls, events: Iterable[journal.Event]) -> Report:
+        """The report of what `journal.capture()` collected."""
+        events = tuple(events)
+        planned = {(e.graph, e.region): e for e in events if isinstance(e, journal.Planned)}
+        lowered = {e.graph for e in events if isinstance(e, journal.Lowered)}
+        lowered -= {e.graph for e in events if isinstance(e, journal.StageFailed)}
+        regions = []
+        for e in events:
+            if isinstance(e, journal.RegionFound):
+                plan = planned.get((e.graph, e.region))
+                region = Region(
+                    graph=e.graph,
+                    region=e.region,
+                    spec=MoESpec.parse(e.spec),
+                    where=e.where,
+                    candidates=plan.candidates if plan else (),
+                    chosen=plan.plan if plan else "",
+                    router_why=e.router_why,
+                    replaced=e.graph in lowered,
+                )
+                regions.append(region)
+        return cls(
+            graphs=len({e.graph for e in events if isinstance(e, journal.GraphSeen)}),
+            regions=tuple(regions),
+            rejections=tuple(
+                Rejection(graph=e.graph, reason=e.reason, detail=e.detail, where=e.where, node=e.node)
+                for e in events
+                if isinstance(e, journal.RegionRejected)
+            ),
+            failures=tuple(
+                Failure(graph=e.graph, stage=e.stage, error=e.error)
+                for e in events
+                if isinstance(e, journal.StageFailed)
+            ),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON; specs are their lines."""
+        regions = [{**asdict(r), "spec": str(r.spec)} for r in self.regions]
+        rest = {"rejections": [asdict(r) for r in self.rejections], "failures": [asdict(f) for f in self.failures]}
+        return {"graphs": self.graphs, "regions": regions, **rest}
+
+    def __str__(self) -> str:
+        replaced = sum(r.replaced for r in self.regions)
+        counts = [
+            _count(self.graphs, "graph"),
+            f"{replaced} of {_count(len(self.regions), 'MoE block')} replaced",
+            f"{len(self.rejections)} not proved",
+        ]
+        lines = [f"moe_compile: {', '.join(counts)}"]
+        for same in _groups(self.regions, lambda r: (r.spec, r.chosen, r.candidates, r.router_why, r.replaced)):
+            lines += ["", *_region_lines(same)]
+        for refused in _groups(self.rejections, lambda r: (r.reason, r.detail, r.where.source)):
+            lines += ["", *_rejection_lines(refused)]
+        for failure in self.failures:
+            lines += [
+                "",
+                f"stage {failure.stage} failed, graph {failure.graph} was compiled as it was: {failure.error}",
+            ]
+        if not (self.regions or self.rejections or self.failures):
+            lines.append("nothing in the graphs looks like an MoE block" if self.graphs else "no graph was compiled")
+        return "\n".join(lines)
+
+
+def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
+    """Run `model(*args, **kwargs)` once under the backend, and report what became of its MoE blocks.
+
+    model: a module, a function, or either of them compiled: then what it wraps. It is left as it was: this compilation
+    has its own cache entries. Gradient mode is the caller's. moe_options: as `options` of torch.compile, but
+    `moe.inner` is "eager" unless given, since the inner backend changes nothing that is reported and takes most of the
+    time. Raises what the model raises.
+    """
+    import torch
+
+    from .backend import moe_backend
+
+    options = {"moe.inner": "eager", **(moe_options or {})}
+
+    # A function of its own for each call: Dynamo reuses compiled code only for the same backend.
+    def moe(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        return moe_backend(gm, example_inputs, options=options)
+
+    target = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
+    if isinstance(target, torch.nn.Module):
+        target = target._call_impl  # past `_compiled_call_impl`, which module.compile() sets
+    # Where torch has it (after 2.11), our recompilations don't count against the user's limit.
+    own_cache = (
+        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
+    )
+    with journal.capture() as events:
+        torch.compile(target, backend=moe, **own_cache)(*args, **kwargs)
+    return Report.from_events(events)
+
+
+def _groups(items: Sequence[Any], key: Any) -> list[list[Any]]:
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def _places(modules: Iterable[str]) -> str:
+    """ "model.layers.0.mlp ... model.layers.3.mlp": runs of modules that differ in one number, in order."""
+    runs: dict[str, list[str]] = {}
+    for module in dict.fromkeys(modules):
+        runs.setdefault(re.sub(r"\d+", "#", module, count=1), []).append(module or "(module unknown)")
+    return ", ".join(f"{r[0]} ... {r[-1]}" if len(r) > 2 else ", ".join(r) for r in runs.values())
+
+
+def _region_lines(same: list[Region]) -> list[str]:
+    first = same[0]
+    graphs = len({r.graph for r in same})
+    spread = f" in {graphs} graphs" if graphs > 1 else ""
+    lines = [f"{_places(r.where.module for r in same)}: {_count(len(same), 'block')}{spread}"]
+    lines.append(f"  spec        {first.spec.experts}")
+    if first.spec.router:
+        lines.append(f"              {first.spec.router}")
+    if first.router_why:
+        lines.append(f"  router      keeps its nodes: {first.router_why}")
+    if first.where.source:
+        lines.append(f"  source      {first.where.source}  {first.where.code}".rstrip())
+    lines += [f"  {'considered' if i == 0 else '':10}  {c}" for i, c in enumerate(first.candidates)]
+    lines.append(f"  chosen      {_plan(first.chosen) if first.replaced else 'not replaced: a later stage failed'}")
+    return lines
+
+
+def _rejection_lines(same: list[Rejection]) -> list[str]:
+    first = same[0]
+    lines = [f"{_places(r.where.module for r in same)}: not proved, left as it was ({_count(len(same), 'time')})"]
+    lines.append(f"  reason      {first.reason}")
+    if first.detail:
+        lines.append(f"  detail      {first.detail}")
+    at = f"{first.where.source}  {first.where.code}".strip()
+    lines.append(f"  at          {at or 'source unknown'} [node {first.node}]")
+    return lines
+
+
+def _plan(text: str) -> str:
+    """ "up to 16 tokens aten, more triton_grouped" of the plan "16:aten;*:triton_grouped"."""
+    buckets = [bucket.partition(":")[::2] for bucket in text.split(";")]
+    if len(buckets) == 1:
+        return f"{buckets[0][1]} for any number of tokens"
+    return ", ".join(f"more {c}" if bound == "*" else f"up to {bound} tokens {c}" for bound, c in buckets)

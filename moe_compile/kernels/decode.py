@@ -1,0 +1,215 @@
+"""The experts of a few tokens in two launches, without sorting: every program streams weight rows for one route or token.
+
+In: x_TH, ids_TK, weights_TK, expert tensors in their native layout (strides are read, nothing is copied).
+  up    act_RI[r] = cast(act(gate, up), x)  for route r = t * K + k, from x[t] and the rows of expert ids[t, k]
+  down  out_TH[t] = cast(sum_k w[t, k] * (down[ids[t, k]] @ act_RI[t * K + k] + bias), out), one program over all slots
+Products are FMAs in fp32: at a few rows per expert the weights' bytes are the time, and tensor cores would only wait.
+An expert that two routes share is read twice (from L2 where they run side by side), so this is for T * K below about E.
+Invariants: a route outside [0, E) reads nothing and adds exactly 0; one program writes an element, in a fixed order:
+bitwise repeatable. With PDL the second launch starts early, fetches weights, and waits before it reads act_RI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .grouped import gate_and_up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Block sizes: weight rows (of I, of H) and columns that a program holds at a time, and warps; PDL overlaps the two."""
+
+    UP_N: int
+    UP_K: int
+    DOWN_N: int
+    DOWN_K: int
+    warps: int = 4
+    PDL: int = 0
+
+
+@triton.jit(do_not_specialize=["R"])
+def _up_kernel(
+    x_ptr, ids_ptr, route_weight_ptr, w_ptr, v_ptr, bias_ptr, bias2_ptr, act_ptr, R, stride_xt,
+    stride_xh: tl.constexpr, stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
+    stride_be: tl.constexpr, V_ROW: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr,
+    I: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    GATE_FIRST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
+    N_: tl.constexpr, K_: tl.constexpr,
+):  # fmt: skip
+    """I rows n0.. of one route; PAIRED reads gate and up rows as one tile with alternating rows."""
+    if PDL:
+        gdc_launch_dependents()
+    route = tl.program_id(0) % R  # routes fastest: those that share an expert run side by side
+    n0 = tl.program_id(0) // R * N_
+    e = tl.load(ids_ptr + route)
+    if (e < 0) | (e >= E):
+        return
+    WIDTH: tl.constexpr = 2 * N_ if PAIRED else N_
+    n, k = tl.arange(0, WIDTH), tl.arange(0, K_)
+    if INTERLEAVED:
+        row, inside = 2 * n0 + n, 2 * n0 + n < 2 * I
+    elif PAIRED:
+        row, inside = n0 + n // 2 + (n % 2) * V_ROW, n0 + n // 2 < I
+    else:
+        row, inside = n0 + n, n0 + n < I
+    offset = e.to(tl.int64) * stride_we + row.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
+    x_ptrs = x_ptr + (route // CHOICES).to(tl.int64) * stride_xt + k * stride_xh
+    acc = tl.zeros((WIDTH, K_), tl.float32)
+    acc2 = tl.zeros((WIDTH, K_), tl.float32)
+    for k0 in range(0, H, K_):
+        mask = inside[:, None] & (k0 + k < H)[None, :]
+        x = tl.load(x_ptrs + k0 * stride_xh, mask=k0 + k < H, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(w_ptr + offset + k0 * stride_wk, mask=mask, other=0.0).to(tl.float32) * x
+        if GATED and not PAIRED:
+            at = offset + V_ROW * stride_wn + k0 * stride_wk
+            acc2 += tl.load(v_ptr + at, mask=mask, other=0.0).to(tl.float32) * x
+    one, two = tl.sum(acc, axis=1), tl.sum(acc2, axis=1)
+    if PAIRED:
+        one, two = tl.split(tl.reshape(one, (N_, 2)))
+    if SCALE:
+        scale = tl.load(route_weight_ptr + route).to(tl.float32)
+        one, two = one * scale, two * scale
+    n = n0 + tl.arange(0, N_)
+    if BIAS:
+        at = e.to(tl.int64) * stride_be + (2 * n if INTERLEAVED else n)
+        one += tl.load(bias_ptr + at, mask=n < I, other=0.0).to(tl.float32)
+        if GATED:
+            two += tl.load(bias2_ptr + at + (1 if INTERLEAVED else V_ROW), mask=n < I, other=0.0).to(tl.float32)
+    if not GATED:
+        value = ACT(one, one)
+    elif GATE_FIRST:
+        value = ACT(one, two)
+    else:
+        value = ACT(two, one)
+    tl.store(act_ptr + route.to(tl.int64) * I + n, value.to(act_ptr.dtype.element_ty), mask=n < I)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _down_kernel(
+    act_ptr, ids_ptr, route_weight_ptr, w_ptr, bias_ptr, out_ptr, T,
+    stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr,
+    E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+    BIAS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+):  # fmt: skip
+    """H rows n0.. of one token: every slot's products meet in one accumulator, in slot order."""
+    t = tl.program_id(0) % T
+    n, k = tl.program_id(0) // T * N_ + tl.arange(0, N_), tl.arange(0, K_)
+    offset = n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
+    acc = tl.zeros((N_, K_), tl.float32)
+    bias = tl.zeros((N_,), tl.float32)
+    if PDL:  # the first tile's weights are on their way while the first kernel ends
+        e = tl.load(ids_ptr + t * CHOICES)
+        inside = (n < tl.where((e >= 0) & (e < E), H, 0))[:, None] & (k < I)[None, :]
+        early = tl.load(w_ptr + e.to(tl.int64) * stride_we + offset, mask=inside, other=0.0)
+        gdc_wait()
+    for slot in tl.static_range(CHOICES):
+        r = t * CHOICES + slot
+        e = tl.load(ids_ptr + r)
+        here = (e >= 0) & (e < E)
+        scale = 1.0
+        if SCALE:
+            scale = tl.where(here, tl.load(route_weight_ptr + r).to(tl.float32), 0.0)
+        for k0 in range(0, I, K_):
+            depth = k0 + k < tl.where(here, I, 0)
+            a = tl.load(act_ptr + r.to(tl.int64) * I + k0 + k, mask=depth, other=0.0).to(tl.float32) * scale
+            mask = (n < H)[:, None] & depth[None, :]
+            if PDL and slot == 0 and I <= K_:
+                w = early
+            else:
+                w = tl.load(w_ptr + e.to(tl.int64) * stride_we + offset + k0 * stride_wk, mask=mask, other=0.0)
+            acc += w.to(tl.float32) * a[None, :]
+        if BIAS:
+            at = bias_ptr + e.to(tl.int64) * stride_be + n
+            bias += scale * tl.load(at, mask=n < tl.where(here, H, 0), other=0.0).to(tl.float32)
+    out = tl.sum(acc, axis=1) + bias
+    tl.store(out_ptr + t.to(tl.int64) * H + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
+
+
+def up(
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, gate_up: tuple[torch.Tensor, ...],
+    bias: tuple[torch.Tensor, ...], act: Any, *, E: int, sizes: tuple[int, int], gated: bool, halves: str,
+    k_major: bool, rows: Rows,
+) -> torch.Tensor:  # fmt: skip
+    """act_RI [R, I] in x's dtype by route; rows of dropped routes stay unwritten. Arguments as of grouped.fc1."""
+    H, I = sizes
+    w, v = gate_up[0], gate_up[-1]
+    interleaved = halves.endswith("interleaved")
+    paired = gated and (interleaved or (halves != "separate" and k_major))
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    R = ids_TK.numel()
+    out = torch.empty((R, I), dtype=x_TH.dtype, device=x_TH.device)
+    bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
+    _up_kernel[(R * triton.cdiv(I, rows.UP_N),)](
+        x_TH, ids_TK, x_TH if weights_TK is None else weights_TK, w, v, bias1, bias2, out, R,
+        x_TH.stride(0), x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0,
+        0 if halves in ("separate", "up") else 1 if interleaved else I, E, ids_TK.shape[1], H, I,
+        gated, paired, interleaved, not halves.startswith("up_gate"), bool(bias), weights_TK is not None, act,
+        bool(rows.PDL), rows.UP_N, rows.UP_K, num_warps=rows.warps,
+    )  # fmt: skip
+    return out
+
+
+def down(
+    act_RI: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w: torch.Tensor,
+    bias: torch.Tensor | None, dtype: torch.dtype, *, E: int, k_major: bool, rows: Rows,
+) -> torch.Tensor:  # fmt: skip
+    """out_TH [T, H] in `dtype`. w: [E, H, I] where k_major, else [E, I, H]; weights_TK None means 1."""
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    T, choices = ids_TK.shape
+    I, H = act_RI.shape[1], w.shape[n_axis]
+    out = torch.empty((T, H), dtype=dtype, device=act_RI.device)
+    launch = {"launch_pdl": True} if rows.PDL else {}
+    _down_kernel[(T * triton.cdiv(H, rows.DOWN_N),)](
+        act_RI, ids_TK, act_RI if weights_TK is None else weights_TK, w, act_RI if bias is None else bias, out, T,
+        w.stride(0), w.stride(n_axis), w.stride(k_axis), 0 if bias is None else bias.stride(0), E, choices, H, I,
+        bias is not None, weights_TK is not None, bool(rows.PDL), rows.DOWN_N, rows.DOWN_K,
+        num_warps=rows.warps, **launch,
+    )  # fmt: skip
+    return out
+
+
+def up_reference(
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, gate_up: tuple[torch.Tensor, ...],
+    bias: tuple[torch.Tensor, ...], act: Callable[..., torch.Tensor], *, halves: str, k_major: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The torch twin of `up`: act is a function of fp32 (gate or None, up); rows of dropped routes are zero."""
+    gate, up_ = gate_and_up(gate_up, halves, 1 if k_major else 2)
+    gate_bias, up_bias = gate_and_up(bias, halves, 1) if bias else (None, None)
+    E, K = up_.shape[0], ids_TK.shape[1]
+    out = x_TH.new_zeros((ids_TK.numel(), up_.shape[1 if k_major else 2]))
+
+    def linear(w: torch.Tensor | None, b: torch.Tensor | None, e: int, x: torch.Tensor) -> torch.Tensor | None:
+        if w is None:
+            return None
+        y = (w[e].float() if k_major else w[e].float().T) @ x
+        return y if b is None else y + b[e].float()
+
+    for r, e in enumerate(ids_TK.reshape(-1).tolist()):
+        if 0 <= e < E:
+            x = x_TH[r // K].float()
+            x = x if weights_TK is None else x * weights_TK.reshape(-1)[r].float()
+            out[r] = act(linear(gate, gate_bias, e, x), linear(up_, up_bias, e, x)).to(out.dtype)
+    return out
+
+
+def down_reference(
+    act_RI: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w: torch.Tensor,
+    bias: torch.Tensor | None, dtype: torch.dtype, *, k_major: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The torch twin of `down`."""
+    (T, K), E = ids_TK.shape, w.shape[0]
+    out = torch.zeros((T, w.shape[1 if k_major else 2]), dtype=torch.float32, device=act_RI.device)
+    for r, e in enumerate(ids_TK.reshape(-1).tolist()):
+        if 0 <= e < E:
+            y = (w[e].float() if k_major else w[e].float().T) @ act_RI[r].float()
+            y = y if bias is None else y + bias[e].float()
+            out[r // K] += y if weights_TK is None else y * weights_TK.reshape(-1)[r].float()
+    return out.to(dtype)

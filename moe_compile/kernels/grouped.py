@@ -1,0 +1,376 @@
+"""The experts' two linears over routes in expert order, and the sum over each token's routes: three kernels.
+
+In: x_TH, the expert tensors in their native layout (strides are read, nothing is copied), a Schedule (sort.py).
+  fc1       act_RI[p] = cast(act(gate, up), x)  with gate, up = first-linear rows of x[routes[p] // K] (+ bias)
+  fc2       y_RH[routes[p]] = cast(act_RI[p] @ down[e]^T + bias, x)
+  finalize  out_TH[t] = cast(sum_k w[t, k] * y_RH[t * K + k], out), slot order, fp32
+The 2I-wide intermediate and a permuted copy of x never exist. act_RI is in sorted order (contiguous for fc2), y_RH in
+route order (contiguous for finalize). y is rounded where the original rounds its second linear, and the routing weight
+is applied after that in fp32: no rounding that the original lacks.
+Invariants: rows past a tile's end are computed on zeros or neighbours and never stored; every element is written by one
+program, sums run in a fixed order: results are bitwise repeatable. A route outside [0, E) has no row in any tile and
+its y is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .sort import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Block sizes and schedule of one grouped linear; the provider's knobs in the kernels' terms.
+
+    SWAP computes the tile transposed: the weights become the tall operand of the tensor cores, which want 64 rows and
+    more of it, and the tokens the narrow one, which may be 16. TMA fetches weights (and fc2's rows) by tensor
+    descriptors instead of per-thread addresses. GROUP_M row tiles run side by side before the next column tile, so
+    that they find an expert's weights in L2.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int = 32
+    SWAP: int = 0
+    TMA: int = 0
+    warps: int = 4
+    stages: int = 3
+
+
+@triton.jit
+def _tile(plan_ptr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row tile, column tile) of this program, row tiles fastest within groups of GROUP_M; row tile -1: nothing to do."""
+    pid, tiles = tl.program_id(0), tl.load(plan_ptr)
+    group = pid // (GROUP_M * COLUMNS)
+    height = tl.minimum(tiles - group * GROUP_M, GROUP_M)
+    local = pid - group * GROUP_M * COLUMNS
+    m = tl.where(height > 0, group * GROUP_M + local % tl.maximum(height, 1), -1)
+    return m, local // tl.maximum(height, 1)
+
+
+@triton.jit
+def _product(
+    a, a_rows, a_mask, first, w, v, e, n0, stride_ak,
+    stride_we, stride_wn, stride_wk, V_ROW: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, TWO: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    K_MAJOR: tl.constexpr, A_TMA: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
+    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+):  # fmt: skip
+    """fp32 tiles [M_, N_] of A @ W[e]^T: of weight rows n0.. (first) and, with TWO, of rows V_ROW + n0.. of v (second).
+
+    PAIRED loads both as one tile with first and second rows alternating and returns it as [M_, 2 N_] (and as itself
+    again). A's rows are at pointers a_rows, or at positions `first`.. of descriptor a.
+    """
+    WIDTH: tl.constexpr = 2 * N_ if PAIRED else N_
+    row0 = 2 * n0 if INTERLEAVED else n0
+    k = tl.arange(0, K_)
+    a_ptrs = a_rows[:, None] + k[None, :] * stride_ak
+    if not TMA:
+        n = tl.arange(0, WIDTH)
+        if INTERLEAVED:
+            row, inside = row0 + n, row0 + n < 2 * N
+        elif PAIRED:
+            row, inside = n0 + n // 2 + (n % 2) * V_ROW, n0 + n // 2 < N
+        else:
+            row, inside = n0 + n, n0 + n < N
+        offset = e.to(tl.int64) * stride_we + row.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+        w_ptrs = w + offset
+        if TWO:
+            v_ptrs = v + offset + V_ROW * stride_wn
+    if SWAP:
+        acc = tl.zeros((WIDTH, M_), tl.float32)
+        acc2 = tl.zeros((WIDTH, M_), tl.float32)
+    else:
+        acc = tl.zeros((M_, WIDTH), tl.float32)
+        acc2 = tl.zeros((M_, WIDTH), tl.float32)
+    for k0 in range(0, K, K_):
+        if A_TMA:
+            x = a.load([first, k0])
+        elif K % K_ == 0:
+            x = tl.load(a_ptrs + k0 * stride_ak, mask=a_mask[:, None], other=0.0)
+        else:
+            x = tl.load(a_ptrs + k0 * stride_ak, mask=a_mask[:, None] & (k0 + k < K)[None, :], other=0.0)
+        if TMA and K_MAJOR:
+            b = tl.trans(tl.reshape(w.load([e, row0, k0]), (WIDTH, K_)))
+        elif TMA:
+            b = tl.reshape(w.load([e, k0, row0]), (K_, WIDTH))
+        elif N % N_ == 0 and K % K_ == 0:
+            b = tl.load(w_ptrs)
+        else:
+            b = tl.load(w_ptrs, mask=inside[None, :] & (k0 + k < K)[:, None], other=0.0)
+        if SWAP:
+            acc = tl.dot(tl.trans(b), tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, b, acc, input_precision="ieee")
+        if TWO:
+            if TMA and K_MAJOR:
+                b = tl.trans(tl.reshape(v.load([e, V_ROW + n0, k0]), (N_, K_)))
+            elif TMA:
+                b = tl.reshape(v.load([e, k0, V_ROW + n0]), (K_, N_))
+            elif N % N_ == 0 and K % K_ == 0:
+                b = tl.load(v_ptrs)
+            else:
+                b = tl.load(v_ptrs, mask=inside[None, :] & (k0 + k < K)[:, None], other=0.0)
+            if SWAP:
+                acc2 = tl.dot(tl.trans(b), tl.trans(x), acc2, input_precision="ieee")
+            else:
+                acc2 = tl.dot(x, b, acc2, input_precision="ieee")
+        if not TMA:
+            w_ptrs += K_ * stride_wk
+            if TWO:
+                v_ptrs += K_ * stride_wk
+    if SWAP:
+        acc = tl.trans(acc)
+        acc2 = tl.trans(acc2)
+    return acc, acc2
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _fc1_kernel(
+    x_ptr, w, v, bias_ptr, bias2_ptr, route_weight_ptr, act_ptr, plan_ptr, bound, stride_xt,
+    stride_xh: tl.constexpr, stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
+    stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+    GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
+    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
+    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+):  # fmt: skip
+    m, column = _tile(plan_ptr, tl.cdiv(I, N_), GROUP_M)
+    if m < 0:
+        return
+    tile_ptr = plan_ptr + 4 + 4 * m
+    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    p = first + tl.arange(0, M_)
+    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    x_rows = x_ptr + (route // CHOICES).to(tl.int64) * stride_xt
+    one, two = _product(
+        x_ptr, x_rows, p < end, first, w, v, e, column * N_, stride_xh, stride_we, stride_wn, stride_wk, V_ROW,
+        I, H, GATED and not PAIRED, PAIRED, INTERLEAVED, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
+    )  # fmt: skip
+    if PAIRED:
+        one, two = tl.split(tl.reshape(one, (M_, N_, 2)))
+    if SCALE:
+        scale = tl.load(route_weight_ptr + route, mask=p < end, other=0.0).to(tl.float32)[:, None]
+        one, two = one * scale, two * scale
+    n = column * N_ + tl.arange(0, N_)
+    if BIAS:
+        row = 2 * n if INTERLEAVED else n
+        at = e.to(tl.int64) * stride_be + row
+        one += tl.load(bias_ptr + at, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            at += 1 if INTERLEAVED else V_ROW
+            two += tl.load(bias2_ptr + at, mask=n < I, other=0.0).to(tl.float32)[None, :]
+    if not GATED:
+        value = ACT(one, one)
+    elif GATE_FIRST:
+        value = ACT(one, two)
+    else:
+        value = ACT(two, one)
+    out_ptrs = act_ptr + p.to(tl.int64)[:, None] * I + n[None, :]
+    tl.store(out_ptrs, value.to(act_ptr.dtype.element_ty), mask=(p < end)[:, None] & (n < I)[None, :])
+
+
+@triton.jit(do_not_specialize=["bound"])
+def _fc2_kernel(
+    act_ptr, act, w, bias_ptr, y_ptr, plan_ptr, bound, stride_we: tl.constexpr,
+    stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
+    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
+    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+):  # fmt: skip
+    m, column = _tile(plan_ptr, tl.cdiv(H, N_), GROUP_M)
+    if m < 0:
+        return
+    tile_ptr = plan_ptr + 4 + 4 * m
+    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
+    p = first + tl.arange(0, M_)
+    a_rows = act_ptr + p.to(tl.int64) * I
+    y, _ = _product(
+        act, a_rows, p < end, first, w, w, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
+        H, I, False, False, False, K_MAJOR, TMA, TMA, SWAP, M_, N_, K_,
+    )  # fmt: skip
+    n = column * N_ + tl.arange(0, N_)
+    if BIAS:
+        y += tl.load(bias_ptr + e.to(tl.int64) * stride_be + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
+    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    out_ptrs = y_ptr + route.to(tl.int64)[:, None] * H + n[None, :]
+    tl.store(out_ptrs, y.to(y_ptr.dtype.element_ty), mask=(p < end)[:, None] & (n < H)[None, :])
+
+
+@triton.jit
+def _finalize_kernel(
+    y_ptr, ids_ptr, weights_ptr, out_ptr,
+    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(K):
+        e = tl.load(ids_ptr + t * K + k)
+        here = (e >= 0) & (e < E)
+        y = tl.load(y_ptr + (t * K + k) * H + h, mask=h < tl.where(here, H, 0), other=0.0).to(tl.float32)
+        if SCALE:
+            y *= tl.where(here, tl.load(weights_ptr + t * K + k).to(tl.float32), 0.0)
+        total += y
+    tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
+
+
+def _descriptor(w: torch.Tensor, rows: int, depth: int, k_major: bool) -> Any:
+    """The descriptor of weights [E, N, K] (k_major) or [E, K, N] for boxes of `rows` x `depth`; zeros past the edges."""
+    return TensorDescriptor.from_tensor(w, [1, rows, depth] if k_major else [1, depth, rows])
+
+
+def tma_aligned(w: torch.Tensor) -> bool:
+    """Whether a tensor descriptor can address w: 16-byte base and strides, innermost contiguous."""
+    size = w.element_size()
+    return w.data_ptr() % 16 == 0 and w.stride(-1) == 1 and all(s * size % 16 == 0 for s in w.stride()[:-1])
+
+
+def fc1(
+    x_TH: torch.Tensor, gate_up: tuple[torch.Tensor, ...], bias: tuple[torch.Tensor, ...],
+    weights_TK: torch.Tensor | None, schedule: Schedule, act: Any, *, choices: int, sizes: tuple[int, int],
+    gated: bool, halves: str, k_major: bool, tile: Tile,
+) -> torch.Tensor:  # fmt: skip
+    """act_RI [R, I] in x's dtype, rows in sorted order; rows of dropped routes stay unwritten.
+
+    gate_up: one tensor or (first, second), bias likewise or (); weights_TK scales x (spec.weight == "input") or None.
+    `halves` as in spec.HALVES, k_major for [E, G, H], sizes = (H, I), `act` of epilogue(). TMA falls back to addresses
+    where a tensor is not aligned for it.
+    """
+    H, I = sizes
+    w, v = gate_up[0], gate_up[-1]
+    interleaved = halves.endswith("interleaved")
+    tma = bool(tile.TMA) and tma_aligned(w) and tma_aligned(v)
+    # one wide tile wherever its rows can alternate without breaking contiguity
+    paired = gated and (interleaved or (halves != "separate" and k_major and not tma))
+    width = tile.BLOCK_N * (2 if paired else 1)
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    out = torch.empty((schedule.R, I), dtype=x_TH.dtype, device=x_TH.device)
+    bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
+    _fc1_kernel[(schedule.bound * triton.cdiv(I, tile.BLOCK_N),)](
+        x_TH,
+        _descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
+        _descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
+        bias1, bias2, x_TH if weights_TK is None else weights_TK, out, schedule.plan, schedule.bound,
+        x_TH.stride(0), x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0),
+        0 if halves in ("separate", "up") else 1 if interleaved else I, choices, H, I,
+        gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bool(bias), weights_TK is not None, act,
+        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def fc2(
+    act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool, tile: Tile
+) -> torch.Tensor:
+    """y_RH [R, H] in act's dtype, rows in route order; rows of dropped routes stay unwritten. k_major: down is [E, H, I]."""
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    I, H = act_RI.shape[1], down.shape[n_axis]
+    tma = bool(tile.TMA) and tma_aligned(down) and tma_aligned(act_RI)
+    y = torch.empty((schedule.R, H), dtype=act_RI.dtype, device=act_RI.device)
+    _fc2_kernel[(schedule.bound * triton.cdiv(H, tile.BLOCK_N),)](
+        act_RI,
+        TensorDescriptor.from_tensor(act_RI, [tile.BLOCK_M, tile.BLOCK_K]) if tma else act_RI,
+        _descriptor(down, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down,
+        act_RI if bias is None else bias, y, schedule.plan, schedule.bound,
+        down.stride(0), down.stride(n_axis), down.stride(k_axis), 0 if bias is None else bias.stride(0), H, I,
+        k_major, bias is not None, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+def finalize(
+    y_RH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, E: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """out_TH [T, H] in `dtype`: sum over k, in slot order and fp32, of w * y (w = 1 without weights_TK)."""
+    T, K = ids_TK.shape
+    H = y_RH.shape[1]
+    out = torch.empty((T, H), dtype=dtype, device=y_RH.device)
+    block = min(1024, triton.next_power_of_2(H))
+    _finalize_kernel[(T, triton.cdiv(H, block))](
+        y_RH, ids_TK.contiguous(), y_RH if weights_TK is None else weights_TK.contiguous(), out,
+        E, K, H, weights_TK is not None, block,
+    )  # fmt: skip
+    return out
+
+
+def gate_and_up(
+    tensors: tuple[torch.Tensor, ...], halves: str, axis: int
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The gate part (None without a gate) and the up part of gate_up weights or biases whose rows are `axis`, as views."""
+    if halves == "separate":
+        return tensors
+    (w,) = tensors
+    if halves == "up":
+        return None, w
+    if halves.endswith("interleaved"):
+        index = (slice(None),) * axis
+        first, second = w[index + (slice(0, None, 2),)], w[index + (slice(1, None, 2),)]
+    else:
+        first, second = w.chunk(2, dim=axis)
+    return (second, first) if halves.startswith("up_gate") else (first, second)
+
+
+def fc1_reference(
+    x_TH: torch.Tensor, gate_up: tuple[torch.Tensor, ...], bias: tuple[torch.Tensor, ...],
+    weights_TK: torch.Tensor | None, schedule: Schedule, act: Callable[..., torch.Tensor], *, choices: int, halves: str,
+    k_major: bool,
+) -> torch.Tensor:  # fmt: skip
+    """The torch twin of `fc1`: act is a function of fp32 (gate or None, up); rows past the last tile are zero."""
+    gate, up = gate_and_up(gate_up, halves, 1 if k_major else 2)
+    gate_bias, up_bias = gate_and_up(bias, halves, 1) if bias else (None, None)
+    routes = schedule.routes().long()
+    out = x_TH.new_zeros((schedule.R, up.shape[1 if k_major else 2]))
+
+    def linear(x: torch.Tensor, w: torch.Tensor | None, b: torch.Tensor | None, e: int) -> torch.Tensor | None:
+        if w is None:
+            return None
+        y = x @ (w[e].float().T if k_major else w[e].float())
+        return y if b is None else y + b[e].float()
+
+    for e, start, stop in _spans(schedule):
+        x = x_TH[routes[start:stop] // choices].float()
+        if weights_TK is not None:
+            x = x * weights_TK.reshape(-1)[routes[start:stop], None].float()
+        out[start:stop] = act(linear(x, gate, gate_bias, e), linear(x, up, up_bias, e)).to(out.dtype)
+    return out
+
+
+def fc2_reference(
+    act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool
+) -> torch.Tensor:
+    """The torch twin of `fc2`; rows of dropped routes are zero."""
+    routes = schedule.routes().long()
+    y_RH = act_RI.new_zeros((schedule.R, down.shape[1 if k_major else 2]))
+    for e, start, stop in _spans(schedule):
+        y = act_RI[start:stop].float() @ (down[e].float().T if k_major else down[e].float())
+        y_RH[routes[start:stop]] = (y if bias is None else y + bias[e].float()).to(y_RH.dtype)
+    return y_RH
+
+
+def finalize_reference(
+    y_RH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, E: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """The torch twin of `finalize`."""
+    T, K = ids_TK.shape
+    here = ((ids_TK >= 0) & (ids_TK < E))[:, :, None]
+    y = torch.where(here, y_RH.view(T, K, -1).float(), 0.0)
+    y = y if weights_TK is None else torch.where(here, y * weights_TK[:, :, None].float(), 0.0)
+    return y.sum(1).to(dtype)
+
+
+def _spans(schedule: Schedule) -> list[tuple[int, int, int]]:
+    """(expert, first position, end) of each expert that has routes."""
+    starts: dict[int, tuple[int, int, int]] = {}
+    for e, first, end in schedule.tiles().tolist():
+        starts.setdefault(e, (e, first, end))
+    return list(starts.values())

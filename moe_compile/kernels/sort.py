@@ -1,0 +1,164 @@
+"""From ids_TK to the schedule of the grouped linears: the routes in expert order, and who computes which rows.
+
+In: ids_TK (int32 or int64), E, and BLOCK_M, the rows of a tile. Out: `Schedule`, on the device, without a host
+synchronization: one launch up to FUSED_ROUTES routes, three above. Route r = t * K + k.
+Invariants: routes of an expert are contiguous and ascend (the sort is stable, hence deterministic); a route whose id is
+not in [0, E) is in no tile; a tile never spans experts; a chunk's counters are touched by its own program only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+FUSED_ROUTES = 8192  # every program recounts all ids up to here, then a counting pass is cheaper
+_SUB = 128  # routes ranked at once, by comparing all pairs
+_SCAN = 1024  # ids counted at once
+_MAX_CHUNKS = 256
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`plan`: int32 [4 + 4 * bound + R]: (tiles, -, -, -), then a row (expert, first, end, -) for each tile, then routes.
+
+    Tile m serves positions [first, min(first + BLOCK_M, end)) of the sorted routes, for its expert, whose last position
+    is end - 1. Only rows m < tiles are written; `bound` >= tiles is known to the host: R // BLOCK_M + min(E, R).
+    """
+
+    plan: torch.Tensor
+    bound: int
+    R: int
+
+    def tiles(self) -> torch.Tensor:
+        """int32 [tiles, 3]: expert, first, end. Reads the device: for tests."""
+        return self.plan[4 : 4 + 4 * int(self.plan[0])].view(-1, 4)[:, :3]
+
+    def routes(self) -> torch.Tensor:
+        """int32 [R]: the sorted routes; what lies past the last tile's end is undefined."""
+        return self.plan[4 + 4 * self.bound :]
+
+
+def tile_bound(R: int, E: int, BLOCK_M: int) -> int:
+    """Most tiles that R routes over E experts can need: sum_e ceil(n_e / M) <= R // M + min(E, R)."""
+    return R // BLOCK_M + min(E, R)
+
+
+@triton.jit
+def _bins(ids_ptr, r, end, E: tl.constexpr):
+    """The experts of routes r (int32 of r's shape); E for routes >= end and for ids outside [0, E)."""
+    ids = tl.load(ids_ptr + r, mask=r < end, other=E)
+    return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["R", "length"])
+def _count_kernel(ids_ptr, counters_ptr, R, length, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr):
+    """counters[chunk, e] = how many of the chunk's `length` routes go to e."""
+    chunk = tl.program_id(0)
+    count = tl.zeros((BINS,), tl.int32)
+    end = tl.minimum((chunk + 1) * length, R)
+    for start in range(chunk * length, end, SCAN):
+        count += tl.histogram(_bins(ids_ptr, start + tl.arange(0, SCAN), end, E), BINS)
+    tl.store(counters_ptr + chunk * BINS + tl.arange(0, BINS), count)
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(counters_ptr, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """counters[c, e] <- sum of counters[c', e] over c' < c; the total goes to row `chunks`."""
+    c = tl.arange(0, CHUNKS)[:, None]
+    e = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    at = counters_ptr + c * BINS + e[None, :]
+    count = tl.load(at, mask=c < chunks, other=0)
+    tl.store(at, tl.cumsum(count, axis=0) - count, mask=c < chunks)
+    tl.store(counters_ptr + chunks * BINS + e, tl.sum(count, axis=0))
+
+
+@triton.jit(do_not_specialize=["R", "length", "bound"])
+def _place_kernel(
+    ids_ptr, counters_ptr, plan_ptr, R, length, bound,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, FUSED: tl.constexpr, SCAN: tl.constexpr,
+    SUB: tl.constexpr,
+):  # fmt: skip
+    """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` holds the scan."""
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    e = tl.arange(0, BINS)
+    row_ptr = counters_ptr + chunk * BINS  # this chunk's next free position for each expert
+    if FUSED:
+        total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+        origin = chunk * length
+        for start in range(0, R, SCAN):
+            r = start + tl.arange(0, SCAN)
+            count = tl.histogram(_bins(ids_ptr, r, R, E), BINS)
+            total += count
+            if start + SCAN <= origin:
+                before += count
+            elif start < origin:
+                before += tl.histogram(_bins(ids_ptr, r, origin, E), BINS)
+    else:
+        total, before = tl.load(counters_ptr + chunks * BINS + e), tl.load(row_ptr + e)
+    total = tl.where(e < E, total, 0)
+    first = tl.cumsum(total, axis=0) - total
+    tiles = (total + BLOCK_M - 1) // BLOCK_M
+    at = tl.cumsum(tiles, axis=0) - tiles
+    if chunk == 0:
+        tl.store(plan_ptr, tl.sum(tiles, axis=0))
+    for j in range(chunk, tl.max(tiles, axis=0), chunks):
+        tile_ptr = plan_ptr + 4 + 4 * (at + j)
+        tl.store(tile_ptr, e, mask=j < tiles)
+        tl.store(tile_ptr + 1, first + j * BLOCK_M, mask=j < tiles)
+        tl.store(tile_ptr + 2, first + total, mask=j < tiles)
+
+    tl.debug_barrier()  # row_ptr was read above and is rewritten here
+    tl.store(row_ptr + e, first + before)
+    tl.debug_barrier()
+    routes_ptr = plan_ptr + 4 + 4 * bound
+    i = tl.arange(0, SUB)
+    end = tl.minimum((chunk + 1) * length, R)
+    for start in range(chunk * length, end, SUB):
+        mine = _bins(ids_ptr, start + i, end, E)
+        same = mine[:, None] == _bins(ids_ptr, start + i, end, E)[None, :]
+        rank = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), axis=1)
+        later = tl.sum((same & (i[None, :] > i[:, None])).to(tl.int32), axis=1)
+        position = tl.load(row_ptr + mine) + rank
+        tl.store(routes_ptr + position, start + i, mask=mine < E)
+        tl.debug_barrier()
+        tl.store(row_ptr + mine, position + 1, mask=later == 0)
+        tl.debug_barrier()
+
+
+def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
+    """The schedule of ids_TK for tiles of BLOCK_M rows. R = T * K must be in [1, 2^31)."""
+    R = ids_TK.numel()
+    assert 1 <= R < 2**31, R
+    ids = ids_TK.contiguous()
+    bins, bound = triton.next_power_of_2(E + 1), tile_bound(R, E, BLOCK_M)
+    fused = R <= FUSED_ROUTES
+    length = _SUB * (1 if fused else triton.cdiv(R, _SUB * _MAX_CHUNKS))
+    chunks = triton.cdiv(R, length)
+    counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
+    plan = torch.empty(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
+    if not fused:
+        width = min(bins, 16)
+        _count_kernel[(chunks,)](ids, counters, R, length, E, bins, _SCAN)
+        _scan_kernel[(bins // width,)](counters, chunks, bins, triton.next_power_of_2(chunks), width)
+    _place_kernel[(chunks,)](ids, counters, plan, R, length, bound, E, bins, BLOCK_M, fused, _SCAN, _SUB, num_warps=8)
+    return Schedule(plan, bound, R)
+
+
+def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
+    """The torch twin: the same Schedule, by a stable argsort (synchronizes)."""
+    ids = ids_TK.reshape(-1).long()
+    R = ids.numel()
+    bound = tile_bound(R, E, BLOCK_M)
+    bins = torch.where((ids >= 0) & (ids < E), ids, E)
+    rows, first = [], 0
+    for e, n in enumerate(torch.bincount(bins, minlength=E + 1)[:E].tolist()):
+        rows += [(e, first + j, first + n, 0) for j in range(0, n, BLOCK_M)]
+        first += n
+    plan = torch.zeros(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
+    plan[0] = len(rows)
+    plan[4 : 4 + 4 * len(rows)] = torch.tensor(rows, dtype=torch.int32, device=ids.device).reshape(-1)
+    plan[4 + 4 * bound :] = torch.argsort(bins, stable=True).int()
+    return Schedule(plan, bound, R)

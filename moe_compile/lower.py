@@ -1,0 +1,142 @@
+"""Lowering: swaps a proved region for one operator call, and drops what only the region needed.
+
+In: a graph, a region and the plan of its operator. The graph is edited in place; the caller keeps a copy to go back to.
+Nodes that others read stay computed, and a write goes only when everything in the memory it writes goes with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.fx
+
+from . import ops  # noqa: F401  (registers the operators)
+from .algebra.terms import as_size
+from .canonical import canonical, mutated_arguments
+from .nodes import fake, storage
+
+
+def lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -> torch.fx.Node:
+    """Replace the region's root by `moe_compile::experts` (and `route`); returns the node that stands for it.
+
+    region: a recognize.Found. plan: a providers.Plan's text. fuse_router: emit `route` for a recognized router.
+    """
+    graph, root, match, spec = gm.graph, region.root, region.match, region.spec
+    interior = _interior(graph, region)
+
+    def emit(target: Any, *args: Any) -> torch.fx.Node:
+        if isinstance(target, str):
+            node = graph.call_method(target, args)
+        else:
+            node = graph.call_function(target, args)
+        node.meta.update({k: root.meta[k] for k in ("nn_module_stack", "stack_trace") if k in root.meta})
+        return node
+
+    with graph.inserting_before(root):
+        hidden = _flattened(emit, match.hidden, spec.experts.H)
+        if region.router is not None and fuse_router:
+            logits = _flattened(emit, region.router.logits, spec.experts.E)
+            routed = emit(torch.ops.moe_compile.route.default, logits, region.router.bias, str(spec.router))
+            weights, ids = emit(operator.getitem, routed, 0), emit(operator.getitem, routed, 1)
+        else:
+            ids = _flattened(emit, match.ids, spec.experts.K)
+            weights = None if match.weights is None else _flattened(emit, match.weights, spec.experts.K)
+        out = emit(
+            torch.ops.moe_compile.experts.default, hidden, ids, weights, list(match.gate_up), match.down,
+            list(match.gate_up_bias), match.down_bias, str(spec.experts), plan,
+        )  # fmt: skip
+        shape = fake(root).shape
+        if len(shape) != 2:
+            out = emit("reshape", out, *_sizes(emit, shape, (match.hidden, match.ids)))
+    out.meta.update(root.meta)
+    root.replace_all_uses_with(out)
+    _sweep(graph, interior)
+    return out
+
+
+def _flattened(emit: Any, node: torch.fx.Node, last: int) -> torch.fx.Node:
+    """`node` as [T, last]: itself where it is."""
+    return node if fake(node).dim() == 2 else emit("reshape", node, -1, last)
+
+
+def _sizes(emit: Any, shape: Any, sources: tuple[torch.fx.Node, ...]) -> list[Any]:
+    """The sizes of a shape as arguments of a reshape: numbers, sizes of tensors at hand, and at most one -1."""
+    out: list[Any] = []
+    for n in shape:
+        size = as_size(n)
+        if type(size) is int:
+            out.append(size)
+            continue
+        found = ((s, i) for s in sources for i, m in enumerate(fake(s).shape) if as_size(m) == size)
+        source = next(found, None)
+        out.append(-1 if source is None else emit("size", *source))
+    if out.count(-1) > 1:
+        raise ValueError(f"lower: the result's shape {tuple(shape)} is not made of the operands' sizes")
+    return out
+
+
+def _interior(graph: torch.fx.Graph, region: Any) -> list[torch.fx.Node]:
+    """The region's nodes in program order: from the root back to its leaves, the router's, and the writes among them."""
+    leaves = {leaf.attr.node for leaf in region.match.leaves}
+    inside: set[torch.fx.Node] = set(region.router.nodes if region.router else ())
+    todo = [region.root]
+    while todo:
+        n = todo.pop()
+        if n not in inside and n not in leaves and n.op not in ("placeholder", "get_attr"):
+            inside.add(n)
+            todo.extend(n.all_input_nodes)
+    memory = {storage(n) for n in inside}
+    for n in graph.nodes:
+        written = [storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node)]
+        if written and memory.issuperset(written):
+            inside.add(n)
+        if n is region.root:
+            break
+    return [n for n in graph.nodes if n in inside]
+
+
+def _sweep(graph: torch.fx.Graph, interior: list[torch.fx.Node]) -> None:
+    """Erase the interior nodes that nothing outside needs, then whatever only they read."""
+    inside = set(interior)
+    outside_memory = {storage(n) for n in graph.nodes if n not in inside}
+    writes = {n: [storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node)] for n in interior}
+    kept: set[torch.fx.Node] = set()
+    todo = [
+        n
+        for n in interior
+        if any(u not in inside for u in n.users) or not outside_memory.isdisjoint(writes[n]) or _impure(n)
+    ]
+    while todo:
+        n = todo.pop()
+        if n in kept:
+            continue
+        kept.add(n)
+        todo.extend(m for m in n.all_input_nodes if m in inside)
+        memory = {storage(n), *(storage(m) for m in n.all_input_nodes)}
+        todo.extend(m for m in interior if not memory.isdisjoint(writes[m]))
+    fed: list[torch.fx.Node] = []
+    for n in reversed(interior):
+        if n not in kept:
+            fed.extend(n.all_input_nodes)
+            graph.erase_node(n)
+            inside.discard(n)
+    erased: set[torch.fx.Node] = set()
+    while fed:
+        n = fed.pop()
+        if n in erased or n.users or n.op not in ("call_function", "call_method") or n._erased:
+            continue
+        if canonical(n) is None and fake(n) is not None and isinstance(fake(n), torch.Tensor):
+            continue
+        if mutated_arguments(n) or _impure(n):
+            continue
+        fed.extend(n.all_input_nodes)
+        erased.add(n)
+        graph.erase_node(n)
+
+
+def _impure(n: torch.fx.Node) -> bool:
+    """Whether a node does more than compute: it draws random numbers, say."""
+    call = canonical(n)
+    return call is not None and call.op == "dropout"

@@ -1,0 +1,56 @@
+"""Facts about fx nodes: the value Dynamo traced, the memory it lives in, the place it comes from."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.fx
+
+from .journal import Where
+
+
+def fake(node: torch.fx.Node) -> Any:
+    """The node's value as traced: a fake tensor, a number, a tuple; None where it is unknown."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def storage(node: torch.fx.Node) -> int:
+    """A number that tensors sharing memory share; the node's own where its value is unknown.
+
+    The storages are those of the fake tensors, so every alias (view, slice, no-op cast, item of a chunk) is known
+    without a table of aliasing operations.
+    """
+    value = fake(node)
+    if isinstance(value, torch.Tensor):
+        try:
+            return value.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # a tensor without a storage (sparse): it has no aliases we follow
+            pass
+    return -id(node)
+
+
+def where(node: torch.fx.Node) -> Where:
+    """The module path and source line that a node comes from."""
+    module = ""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        module = clean_path(path)
+    source, code = "", ""
+    trace = node.meta.get("stack_trace")
+    if isinstance(trace, str):
+        frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', trace)
+        if frames:
+            file, line, code = frames[-1]
+            source = f"{file.rsplit('/', 1)[-1]}:{line}"
+    return Where(module=module, source=source, code=code.strip())
+
+
+def clean_path(path: str) -> str:
+    """`model.layers.0.mlp` of Dynamo's spelling of a module path."""
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"L\[['\"]\w+['\"]\]\.?", "", path)
+    path = re.sub(r"slice\([^)]*\)", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    return re.sub(r"\.+", ".", path).strip(".")

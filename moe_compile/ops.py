@@ -1,0 +1,236 @@
+"""The operators that stand in the graph: experts and route, each with a fake, autograd and a backward operator.
+
+In: tensors, and the spec and plan as their one-line text. Out: fresh tensors; inputs are only read. They are right on
+any device at every stage (eager, fake, functionalized, inference_mode, autocast, CUDA graphs): the spec alone decides
+dtypes, so autocast is off inside. The plan picks a kernel by the real token count; backward recomputes, saving only
+the inputs, and always runs on the aten provider. Gradients of gradients raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import reference
+from .operands import ExpertWeights, checker
+from .providers import Candidate, Launcher, Plan, launcher
+from .providers.aten_backward import backward as _aten_backward
+from .spec import ExpertsSpec, RouterSpec, torch_dtype
+
+_LIB = torch.library.Library("moe_compile", "DEF")
+_OPERANDS = (
+    "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor down, Tensor[] gate_up_bias, "
+    "Tensor? down_bias, str spec"
+)
+_LIB.define(f"experts({_OPERANDS}, str plan) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+_LIB.define(f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
+_LIB.define("route(Tensor logits, Tensor? bias, str spec) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
+_LIB.define("route_backward(Tensor grad, Tensor logits, Tensor ids, str spec) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+
+
+class _Call:
+    """What can be decided once for a (spec, plan, device): the check, and the launcher of each token count's bucket."""
+
+    def __init__(self, spec: str, plan: str, device: torch.device) -> None:
+        self.spec, self.plan, self.device = ExpertsSpec.parse(spec), Plan.parse(plan), device
+        self.check = checker(self.spec)
+        self.launchers: dict[Candidate, Launcher] = {}
+        self.only = self.launcher(0) if len(self.plan.buckets) == 1 else None
+
+    def launcher(self, T: int) -> Launcher:
+        candidate = self.plan.at(T)
+        if candidate not in self.launchers:
+            self.launchers[candidate] = launcher(candidate, self.spec, self.device)
+        return self.launchers[candidate]
+
+
+_call = lru_cache(4096)(_Call)
+_spec_check = lru_cache(4096)(lambda spec: checker(ExpertsSpec.parse(spec)))
+
+
+def _experts(
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    gate_up: Sequence[Tensor],
+    down: Tensor,
+    gate_up_bias: Sequence[Tensor],
+    down_bias: Tensor | None,
+    spec: str,
+    plan: str,
+) -> Tensor:
+    """out_TH in spec.out, contiguous, of hidden [T, H], ids [T, K] int64 or int32 and weights [T, K] in spec.w.
+
+    The expert weights are in the native layout (operands.py). ValueError names an operand that the spec contradicts.
+    """
+    call = _call(spec, plan, hidden.device)
+    call.check(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias)
+    launch = call.only or call.launcher(hidden.shape[0])
+    with torch._C._DisableAutocast():
+        return launch(hidden, ids, weights, _operands(gate_up, down, gate_up_bias, down_bias))
+
+
+def _operands(
+    gate_up: Sequence[Tensor], down: Tensor, gate_up_bias: Sequence[Tensor], down_bias: Tensor | None
+) -> ExpertWeights:
+    return ExpertWeights(gate_up=tuple(gate_up), down=down, gate_up_bias=tuple(gate_up_bias), down_bias=down_bias)
+
+
+def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
+    *tensors, spec, plan = operands
+    _spec_check(spec)(hidden, ids, *tensors)
+    Plan.parse(plan)
+    parsed = ExpertsSpec.parse(spec)
+    return hidden.new_empty((hidden.shape[0], parsed.H), dtype=torch_dtype(parsed.out))
+
+
+def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, ctx.spec, _ = inputs
+    ctx.split = (len(gate_up), len(gate_up_bias))
+    ctx.save_for_backward(hidden, ids, weights, down, down_bias, *gate_up, *gate_up_bias)
+
+
+def _experts_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    hidden, ids, weights, down, down_bias, *rest = ctx.saved_tensors
+    gate_up, gate_up_bias = rest[: ctx.split[0]], rest[ctx.split[0] :]
+    need = ctx.needs_input_grad
+    needs = [need[0], need[2], *need[3], need[4], *need[5], *([] if down_bias is None else [need[6]])]
+    grads = iter(
+        torch.ops.moe_compile.experts_backward(
+            grad, hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, ctx.spec, needs
+        )
+    )
+    each = [next(grads) if n else None for n in needs]
+    n = ctx.split[0]
+    last = None if down_bias is None else each[-1]
+    return each[0], None, each[1], each[2 : 2 + n], each[2 + n], each[3 + n : 3 + n + ctx.split[1]], last, None, None
+
+
+def _experts_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    gate_up: Sequence[Tensor],
+    down: Tensor,
+    gate_up_bias: Sequence[Tensor],
+    down_bias: Tensor | None,
+    spec: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients of [hidden, weights, *gate_up, down, *gate_up_bias, down_bias if there] that `needs` names."""
+    operands = _operands(gate_up, down, gate_up_bias, down_bias)
+    with torch._C._DisableAutocast():
+        return _aten_backward(ExpertsSpec.parse(spec), grad, hidden, ids, weights, operands, needs)
+
+
+def _experts_backward_fake(
+    grad: Tensor,
+    hidden: Tensor,
+    ids: Tensor,
+    weights: Tensor | None,
+    gate_up: Sequence[Tensor],
+    down: Tensor,
+    gate_up_bias: Sequence[Tensor],
+    down_bias: Tensor | None,
+    spec: str,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    operands = _operands(gate_up, down, gate_up_bias, down_bias)
+    each = (hidden, weights, *operands.tensors())
+    return [t.new_empty(t.shape) for t, need in zip(each, needs, strict=True) if need and t is not None]
+
+
+def _route(logits: Tensor, bias: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
+    """(weights_TK in spec.out, ids_TK int64) of logits [T, E] and the selection bias [E]; see reference.route."""
+    parsed = RouterSpec.parse(spec)
+    _check_route(parsed, logits, bias)
+    with torch._C._DisableAutocast():
+        return reference.route(parsed, logits, bias)
+
+
+def _check_route(spec: RouterSpec, logits: Tensor, bias: Tensor | None) -> None:
+    if logits.dim() != 2 or logits.shape[1] != spec.E or logits.dtype != torch_dtype(spec.logits):
+        got = f"{logits.dtype} {list(logits.shape)}"
+        raise ValueError(f"moe_compile::route: logits is {got}, expected {torch_dtype(spec.logits)} [T, {spec.E}] for {spec}")
+    if (bias is not None) != spec.bias or (bias is not None and bias.shape != (spec.E,)):
+        got = "None" if bias is None else str(list(bias.shape))
+        raise ValueError(f"moe_compile::route: bias is {got}, expected {[spec.E] if spec.bias else None} for {spec}")
+
+
+def _route_fake(logits: Tensor, bias: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
+    parsed = RouterSpec.parse(spec)
+    _check_route(parsed, logits, bias)
+    shape = (logits.shape[0], parsed.K)
+    return logits.new_empty(shape, dtype=torch_dtype(parsed.out)), logits.new_empty(shape, dtype=torch.int64)
+
+
+def _route_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[1])
+    ctx.spec = inputs[2]
+
+
+def _route_grads(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    logits, ids = ctx.saved_tensors
+    return torch.ops.moe_compile.route_backward(grad, logits, ids, ctx.spec), None, None
+
+
+def _route_backward(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Tensor:
+    """d logits [T, E] of d weights [T, K], the ids held fixed; computed in fp32 at least.
+
+    With v = s[ids], n = sum_k v + eps: renorm gives dv = (dw - sum_k dw v / n) / n, the score its own derivative.
+    """
+    parsed = RouterSpec.parse(spec)
+    with torch._C._DisableAutocast():
+        acc = torch.promote_types(torch_dtype(parsed.score_dtype), torch.float32)
+        late = parsed.score.startswith("topk_")
+        x = logits.to(torch_dtype(parsed.score_dtype)).to(acc)
+        if late:
+            x = x.gather(1, ids)
+        kind = parsed.score.removeprefix("topk_")
+        s = x.softmax(-1) if kind == "softmax" else x.sigmoid() if kind == "sigmoid" else F.softplus(x).sqrt()
+        d = grad.to(acc) * parsed.scale
+        if parsed.renorm != "none":
+            v = s if late else s.gather(1, ids)
+            n = v.sum(-1, keepdim=True) + (parsed.eps if parsed.renorm == "sum_plus_eps" else 0.0)
+            d = (d - (d * (v / n)).sum(-1, keepdim=True)) / n
+        if not late:
+            d = torch.zeros_like(s).scatter_add_(1, ids, d)
+        if kind == "softmax":
+            d = s * (d - (d * s).sum(-1, keepdim=True))
+        elif kind == "sigmoid":
+            d = d * s * (1 - s)
+        else:
+            d = d * x.sigmoid() / (2 * s)
+        if late:
+            d = torch.zeros_like(logits, dtype=acc).scatter_add_(1, ids, d)
+        return d.to(logits.dtype)
+
+
+def _route_backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Tensor:
+    return torch.empty_like(logits)
+
+
+def _once(op: str) -> Any:
+    def raises(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(f"moe_compile::{op} has no gradient of its gradient: double backward is not supported")
+
+    return raises
+
+
+for _name, _impl, _fake in (
+    ("experts", _experts, _experts_fake),
+    ("experts_backward", _experts_backward, _experts_backward_fake),
+    ("route", _route, _route_fake),
+    ("route_backward", _route_backward, _route_backward_fake),
+):
+    _LIB.impl(_name, _impl, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moe_compile::{_name}", _fake, lib=_LIB)
+for _name, _grads, _save in (("experts", _experts_grads, _experts_save), ("route", _route_grads, _route_save)):
+    torch.library.register_autograd(f"moe_compile::{_name}", _grads, setup_context=_save, lib=_LIB)
+    torch.library.register_autograd(f"moe_compile::{_name}_backward", _once(_name), lib=_LIB)

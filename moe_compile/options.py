@@ -1,0 +1,158 @@
+"""What a user may set: in, the `options` of torch.compile and the environment; out, a frozen `Options`.
+
+Keys that start with `moe.` are ours; every other key goes to Inductor as it is. MOE_COMPILE="key=value,key=value" sets
+defaults for a process (with or without the prefix) and MOE_COMPILE_DUMP names the dump folder; an explicit option wins
+over the environment. This is the only file that reads os.environ.
+
+The fields of `Options` are the table: one row an option. docs/options.md is printed from it:
+`python -m moe_compile.options > docs/options.md`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PREFIX = "moe."
+ENVIRONMENT = "MOE_COMPILE"
+DUMP_ENVIRONMENT = "MOE_COMPILE_DUMP"
+
+
+def _row(default: Any, doc: str, *, choices: tuple[str, ...] = (), at_least: int | None = None) -> Any:
+    metadata = {"doc": doc, "choices": choices, "at_least": at_least}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of one compilation. Build it with `parse`, which checks names and values."""
+
+    inner: str = _row(
+        "inductor",
+        "Who compiles the graph once the blocks are replaced.",
+        choices=("inductor", "aot_eager", "eager"),
+    )
+    strict: bool = _row(
+        False, "Raise when a stage of ours fails, instead of compiling the graph as it was with one warning."
+    )
+    provider: str = _row("auto", "Use this provider for every block it supports, or `auto`: the planner picks.")
+    route: str = _row(
+        "auto",
+        "Whether a recognized router becomes an operator (`op`) or its nodes stay in the graph (`nodes`); `auto`: an "
+        "operator where the provider's fused routing is faster.",
+        choices=("auto", "op", "nodes"),
+    )
+    weight_copy_bytes: int = _row(
+        0, "Bytes that repacked copies of the expert weights may take, over all blocks of a model.", at_least=0
+    )
+
+    @classmethod
+    def parse(
+        cls, options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    ) -> tuple[Options, dict[str, Any]]:
+        """(our options, the rest of `options` for Inductor). `environ` is os.environ unless given.
+
+        ValueError names the option, what is valid and the closest name.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        rest: dict[str, Any] = {}
+        for pair in filter(None, map(str.strip, environ.get(ENVIRONMENT, "").split(","))):
+            key, equals, raw = map(str.strip, pair.partition("="))
+            if not equals:
+                raise ValueError(
+                    f'{ENVIRONMENT}: {pair!r} is not key=value, as in {ENVIRONMENT}="strict=1,inner=eager"'
+                )
+            name = one_of(f"{ENVIRONMENT} key", key.removeprefix(PREFIX), _FIELDS)
+            values[name] = _read(_FIELDS[name], raw, f"{ENVIRONMENT} {name}")
+        for key, raw in (options or {}).items():
+            if key.startswith(PREFIX):
+                name = one_of("option", key, [PREFIX + n for n in _FIELDS]).removeprefix(PREFIX)
+                values[name] = _read(_FIELDS[name], raw, key)
+            else:
+                rest[key] = raw
+        return cls(**values), rest
+
+
+def dump_folder(environ: Mapping[str, str] | None = None) -> str:
+    """The folder that MOE_COMPILE_DUMP names, "" if none."""
+    return (os.environ if environ is None else environ).get(DUMP_ENVIRONMENT, "")
+
+
+def one_of(what: str, value: str, valid: Iterable[str]) -> str:
+    """`value` if it is one of `valid`; else ValueError with the valid ones and the closest."""
+    valid = list(valid)
+    if value in valid:
+        return value
+    close = difflib.get_close_matches(str(value), valid, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(f"{what}: {value!r} is not one of {', '.join(valid)}{hint}")
+
+
+_FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Options)}
+_WORDS = {"1": True, "true": True, "0": False, "false": False}
+
+
+def _read(field: dataclasses.Field[Any], raw: Any, what: str) -> Any:
+    """`raw` as the field's type: itself, or the text of it (environment and JSON hold text)."""
+    kind = type(field.default)
+    if kind is bool:
+        if isinstance(raw, bool):
+            return raw
+        word = str(raw).lower()
+        return _WORDS[one_of(what, word, _WORDS)]
+    if kind is int:
+        try:
+            if isinstance(raw, bool):
+                raise ValueError
+            value = int(raw) if isinstance(raw, str) else raw.__index__()
+        except (ValueError, AttributeError):
+            raise ValueError(f"{what}: {raw!r} is not a whole number") from None
+        if (least := field.metadata["at_least"]) is not None and value < least:
+            raise ValueError(f"{what}: {value} is not at least {least}")
+        return value
+    if not isinstance(raw, str):
+        raise ValueError(f"{what}: {raw!r} is not text")
+    return one_of(what, raw, field.metadata["choices"]) if field.metadata["choices"] else raw
+
+
+def markdown() -> str:
+    """docs/options.md."""
+    rows = []
+    for f in _FIELDS.values():
+        metadata = f.metadata
+        valid = " \\| ".join(f"`{c}`" for c in metadata["choices"]) or type(f.default).__name__
+        if metadata["at_least"] is not None:
+            valid += f" >= {metadata['at_least']}"
+        rows.append(f"| `{PREFIX}{f.name}` | {valid} | `{f.default}` | {metadata['doc']} |")
+    return "\n".join((_HEAD, *rows, _TAIL))
+
+
+_HEAD = f"""\
+# Options
+
+Printed by `python -m moe_compile.options`; edit the table in moe_compile/options.py instead.
+
+    torch.compile(model, backend="moe", options={{"moe.strict": True, "max_autotune": True}})
+
+Keys that start with `{PREFIX}` are ours, the others go to Inductor. A wrong name or value is a ValueError that says
+what is valid.
+
+| option | values | default | meaning |
+| --- | --- | --- | --- |"""
+
+_TAIL = f"""
+## Environment
+
+* `{ENVIRONMENT}="key=value,key=value"`: defaults for a process, such as `{ENVIRONMENT}="strict=1,inner=eager"`.
+  An option given to torch.compile wins.
+* `{DUMP_ENVIRONMENT}=folder`: write every graph before and after, the specs and a runnable reproduction of each block
+  there; see [inspecting.md](inspecting.md).
+"""
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,145 @@
+"""Aten: the provider that runs any spec on any device with torch's own operators.
+
+In: a spec, native weights, routes. Out: out_TH. It is what the operator falls back to, what others are tuned against,
+and the only owner of the backward. Invariant: no intermediate is rounded more than the docstring of spec.py lets the
+original graph do: the first linear, the activation, the second linear, the sum; the sum over k is kept in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..activation import evaluate
+from ..operands import ExpertWeights, down_EHI, first_EGH, halves
+from ..reference import accumulator
+from ..spec import ExpertsSpec, torch_dtype
+from ..verdict import OK, Verdict
+from .base import Launcher, Provider, Tactic, Work
+from .routes import Blocks, Grouped, Routes, on_host
+
+PATHS: dict[str, Callable[[Tensor, ExpertsSpec], Routes]] = {"hit": on_host, "grouped": Grouped, "blocks": Blocks}
+
+# an upcast copy beyond this is fresh pages each time: 1.2 ms became 0.37 ms (2048 x 512 bf16, EPYC, 2026-10)
+UPCAST_NUMEL = 1 << 18
+
+
+def grouped_mm_fits(spec: ExpertsSpec, device: torch.device) -> bool:
+    """Whether torch._grouped_mm takes the spec's matrices: bf16, rows of whole 16 bytes, compute capability 8.0."""
+    if spec.x != "bf16" or spec.H % 8 or spec.I % 8 or device.type not in ("cuda", "cpu"):
+        return False
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _grouped_mm_reads(t: Tensor) -> bool:
+    """Whether t starts at and strides by whole 16 bytes, with one unit stride: a view of a parameter need not."""
+    *_, row, column = (n * t.element_size() for n in t.stride())
+    unit, other = min(row, column), max(row, column)
+    return unit == t.element_size() and other % 16 == 0 and t.stride(0) * unit % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def grouped_mm_reads(p: ExpertWeights) -> bool:
+    return all(map(_grouped_mm_reads, (*p.gate_up, p.down)))
+
+
+def path_of(spec: ExpertsSpec, device: torch.device) -> str:
+    """The best path there: "hit" needs counts on the host, which only a CPU has for free."""
+    if device.type == "cpu":
+        return "hit"
+    return "grouped" if grouped_mm_fits(spec, device) else "blocks"
+
+
+def first_linear(spec: ExpertsSpec, rows: Routes, x_SH: Tensor, p: ExpertWeights) -> Tensor:
+    """gate_up[e] @ x + bias: [S, G] in native row order, two separate tensors side by side."""
+    first = first_EGH(spec, p)
+    if len(first) == 1:
+        return rows.linear(x_SH, first[0], *p.gate_up_bias)
+    biases = p.gate_up_bias or (None, None)
+    sizes = (rows.S, spec.G)
+    dtype = torch.float32 if p.gate_up_bias and isinstance(rows, Grouped) else x_SH.dtype
+    gate_up_SG = x_SH.new_empty(sizes, dtype=dtype)
+    for w, bias, out in zip(first, biases, gate_up_SG.split(spec.I, dim=-1), strict=True):
+        rows.linear(x_SH, w, bias, out)
+    return gate_up_SG
+
+
+def activate(spec: ExpertsSpec, gate_up_SG: Tensor) -> Tensor:
+    """act(gate, up), evaluated in the accumulator's dtype and rounded once, to x's: [S, I]."""
+    acc, x_dtype, expr = accumulator(spec), torch_dtype(spec.x), spec.act.expr
+    if gate_up_SG.device.type != "cpu" or gate_up_SG.dtype == acc or gate_up_SG.numel() <= UPCAST_NUMEL:
+        return evaluate(expr, *halves(spec, gate_up_SG.to(acc))).to(x_dtype)
+    a_SI = gate_up_SG.new_empty(len(gate_up_SG), spec.I, dtype=x_dtype)
+    n = max(1, UPCAST_NUMEL // spec.G)
+    for gate_up, a in zip(gate_up_SG.split(n), a_SI.split(n), strict=True):
+        a.copy_(evaluate(expr, *halves(spec, gate_up.to(acc))))
+    return a_SI
+
+
+def scale_rows(x_SH: Tensor, w_S: Tensor, acc: torch.dtype) -> Tensor:
+    """w[s] * x[s], in x's dtype, rounded once."""
+    return (x_SH.to(acc) * w_S.to(acc)[:, None]).to(x_SH.dtype)
+
+
+def forward(spec: ExpertsSpec, rows: Routes, x_TH: Tensor, w_TK: Tensor | None, p: ExpertWeights) -> Tensor:
+    """out_TH in spec.out, for grouped `rows`."""
+    acc = accumulator(spec)
+    x_SH = rows.gather(x_TH)
+    if spec.weight == "input":
+        assert w_TK is not None
+        x_SH, w_TK = scale_rows(x_SH, rows.of_route(w_TK), acc), None
+    h_SI = activate(spec, first_linear(spec, rows, x_SH, p))
+    y_SH = rows.linear(h_SI, down_EHI(spec, p), p.down_bias)
+    return rows.combine(y_SH, w_TK, acc).to(torch_dtype(spec.out))
+
+
+class Aten(Provider):
+    """torch.mm, torch._grouped_mm or torch.bmm. Tactics: the empty one (path_of the device), or `path=` of PATHS."""
+
+    name = "aten"
+
+    def available(self) -> Verdict:
+        return OK
+
+    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+        return OK
+
+    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
+        path = path_of(spec, device)
+        return [(Tactic.of(path=path), _work(spec, path, T))]
+
+    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
+        device = torch.device(device)
+        path = dict(tactic.knobs).get("path") or path_of(spec, device)
+        if path not in PATHS or set(dict(tactic.knobs)) - {"path"}:
+            raise ValueError(f"aten: tactic {tactic} is not path=hit, path=grouped or path=blocks")
+        if path == "hit" and device.type != "cpu":
+            raise ValueError(f"aten: path=hit reads counts on the host, so it can't run on {device}")
+        if path == "grouped" and not grouped_mm_fits(spec, device):
+            raise ValueError(f"aten: path=grouped needs bf16, H and I that 8 divides and compute capability 8.0: {spec}")
+        routes, out_dtype = PATHS[str(path)], torch_dtype(spec.out)
+
+        def launch(x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor | None, packed: ExpertWeights) -> Tensor:
+            if not x_TH.shape[0]:
+                return x_TH.new_empty(x_TH.shape, dtype=out_dtype)
+            rows = Blocks if path == "grouped" and not grouped_mm_reads(packed) else routes
+            return forward(spec, rows(ids_TK, spec), x_TH, w_TK, packed)
+
+        return launch
+
+    def version(self) -> str:
+        return f"aten-1+torch-{torch.__version__}"
+
+
+def _work(spec: ExpertsSpec, path: str, T: int) -> Work:
+    """Uniform routing's expected hits price the weights; rows move once into and once out of every step."""
+    size, R = torch_dtype(spec.x).itemsize, T * spec.K
+    per_expert = (spec.G + spec.I) * spec.H
+    hit = spec.E * (1 - (1 - 1 / spec.E) ** R)
+    # bytes a row: x read and gathered, gate_up written and read, h likewise, y written and combined
+    rows = R * size * (3 * spec.H + 2 * spec.G + 2 * spec.I + 2 * spec.H) + T * spec.H * size
+    # hit: one mm an expert and linear, beside about 10 calls to group, activate and combine; blocks copies its weights
+    launches = {"hit": 10 + 2 * round(hit), "grouped": 16, "blocks": 40}[path]
+    weight_bytes = hit * per_expert * size * (3 if path == "blocks" else 1)
+    return Work(flop=2.0 * R * per_expert, weight_bytes=weight_bytes, activation_bytes=float(rows), launches=launches)

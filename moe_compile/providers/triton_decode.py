@@ -1,0 +1,113 @@
+"""Our few-tokens Triton kernels (kernels/decode.py): two launches, no sorting.
+
+In: ExpertsSpec and a device. Out: launchers for any T, meant for T * K below about E (a shared expert is read twice).
+Invariant: as of triton_grouped: weights in place, torch.empty only, no synchronization, safe in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..spec import ExpertsSpec, torch_dtype
+from ..verdict import Verdict
+from .base import ExpertWeights, Launcher, Provider, Tactic, Work
+from .triton_grouped import (
+    hopper,
+    on_device,
+    one_layout,
+    triton_available,
+    triton_supports,
+    triton_version,
+    whole_knobs,
+    work_of,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+KNOBS = ("N1", "K1", "N2", "K2", "W", "PDL")
+
+
+class TritonDecode(Provider):
+    """fc1 with bias and activation for each route, then fc2 with bias over all slots of a token. Knobs: N weight rows and
+    K columns that a program of the first and the second launch holds, W(arps), PDL (Hopper: the launches overlap)."""
+
+    name = "triton_decode"
+
+    def available(self) -> Verdict:
+        return triton_available()
+
+    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+        return triton_supports(spec, device)
+
+    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
+        T = max(T, 1)
+        found: dict[Tactic, Work] = {}
+        for knobs in _ranked(spec, hopper(device)):
+            first, second = math.ceil(spec.I / knobs["N1"]), math.ceil(spec.H / knobs["N2"])
+            found[Tactic.of(**knobs)] = work_of(
+                spec, T, launches=2, tiles=T * spec.K * first + T * second, y_bytes=0, shared=False
+            )
+        return list(found.items())
+
+    def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
+        return one_layout(weights, spec)
+
+    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
+        k = whole_knobs(self.name, tactic, KNOBS)
+        for name, value in k.items():
+            if name != "PDL" and (value < 1 or value & (value - 1)):
+                raise ValueError(f"triton_decode: {name}={value} is not a power of two")
+        if k["PDL"] and not hopper(device):
+            raise ValueError("triton_decode: PDL=1 needs compute capability 9.0")
+
+        from ..kernels.decode import Rows, down, up
+        from ..kernels.epilogue import epilogue
+
+        rows = Rows(UP_N=k["N1"], UP_K=k["K1"], DOWN_N=k["N2"], DOWN_K=k["K2"], warps=k["W"], PDL=k["PDL"])
+        act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
+        E, sizes, halves, gated = spec.E, (spec.H, spec.I), spec.gate_up.halves, spec.gated
+        k_major, down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
+        before, after = spec.weight == "input", spec.weight == "output"
+
+        def run(
+            hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
+        ) -> torch.Tensor:
+            if hidden_TH.shape[0] == 0:
+                return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
+            ids_TK = ids_TK.contiguous()
+            if weights_TK is not None:
+                weights_TK = weights_TK.contiguous()
+            act_RI = up(
+                hidden_TH, ids_TK, weights_TK if before else None, packed.gate_up, packed.gate_up_bias, act,
+                E=E, sizes=sizes, gated=gated, halves=halves, k_major=k_major, rows=rows,
+            )  # fmt: skip
+            return down(
+                act_RI, ids_TK, weights_TK if after else None, packed.down, packed.down_bias, out_dtype,
+                E=E, k_major=down_k_major, rows=rows,
+            )  # fmt: skip
+
+        return on_device(run, device)
+
+    def version(self) -> str:
+        return triton_version()
+
+
+def _ranked(spec: ExpertsSpec, pdl: bool) -> list[dict[str, int]]:
+    """Knobs, best first."""
+    found = []
+    for n1, n2 in ((2, 2), (4, 2), (1, 1)):
+        k1, k2 = _columns(spec.H, 4096 // n1 // (2 if spec.gated else 1)), _columns(spec.I, 2048 // n2)
+        if spec.gate_up.storage == "EHG":  # the contiguous axis is G: rows wide enough for 64-byte pieces
+            n1, k1 = 16 * n1, 32
+        if spec.down == "EIH":
+            n2, k2 = 16 * n2, 32
+        found.append(dict(zip(KNOBS, (n1, k1, n2, k2, 4, int(pdl)))))
+    return found
+
+
+def _columns(size: int, most: int) -> int:
+    """The power of two up to `most` that covers `size` with the least padding; the larger of equals."""
+    sizes = [1 << i for i in range(4, most.bit_length()) if 1 << i >= most // 8]
+    return min(sizes, key=lambda k: (math.ceil(size / k) * k, -k))

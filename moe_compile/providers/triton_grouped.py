@@ -1,0 +1,238 @@
+"""Our grouped Triton kernels (kernels/sort.py, grouped.py): sort, two grouped linears, finalize; any T, any layout.
+
+In: ExpertsSpec and a device. Out: launchers of three launches plus the sort's one (three above 8192 routes).
+Invariant: weights are read in place in every layout; a launcher allocates with torch.empty, never synchronizes, and is
+safe in a CUDA graph. A tactic names both linears' tiles; what can't run is a ValueError when it is built.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..spec import ExpertsSpec, torch_dtype
+from ..verdict import OK, Reject, Verdict
+from .base import ExpertWeights, Launcher, Provider, Tactic, Work
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..kernels.grouped import Tile
+
+_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+_SHARED_BYTES = 227 * 1024  # of a Hopper or data-center Blackwell program; checked against the tiles' stages
+KNOBS = ("M", "SWAP", "TMA", "N1", "K1", "W1", "S1", "N2", "K2", "W2", "S2")
+
+
+def triton_available() -> Verdict:
+    """OK where triton imports and has something to run on: a CUDA device, or its interpreter."""
+    try:
+        import triton
+    except ImportError:
+        return Reject("triton is not installed")
+    import torch
+
+    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
+        return Reject("no CUDA device", "and TRITON_INTERPRET is not set")
+    return OK
+
+
+def triton_supports(spec: ExpertsSpec, device: torch.device) -> Verdict:
+    """OK where our kernels run `spec` on `device`."""
+    import torch
+    import triton
+
+    if "f64" in (spec.x, spec.out):
+        return Reject("fp64 is not supported", f"x={spec.x} out={spec.out}")
+    if spec.E > 4096:
+        return Reject("too many experts", f"E={spec.E} is over 4096")
+    if device.type == "cpu":
+        return OK if triton.knobs.runtime.interpret else Reject("a CPU needs the interpreter", "TRITON_INTERPRET is not set")
+    if device.type != "cuda" or torch.version.hip:
+        return Reject("not a CUDA device", str(device))
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return Reject("compute capability below 8.0", torch.cuda.get_device_name(device))
+    return OK
+
+
+@lru_cache(None)
+def triton_version() -> str:
+    """Triton's version and a hash of the kernels' source."""
+    import triton
+
+    text = b"".join(p.read_bytes() for p in sorted((Path(__file__).parent.parent / "kernels").glob("*.py")))
+    return f"{triton.__version__}+{hashlib.sha256(text).hexdigest()[:12]}"
+
+
+def one_layout(weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
+    """The weights, with separate gate and up tensors brought to one stride pattern (nothing to do for checkpoints)."""
+    first, second = weights.gate_up[0], weights.gate_up[-1]
+    if first.stride() == second.stride():
+        return weights, 0
+    both = (first.contiguous(), second.contiguous())
+    copied = sum(b.numel() * b.element_size() for a, b in zip(weights.gate_up, both) if a is not b)
+    packed = ExpertWeights(
+        gate_up=both, down=weights.down, gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias
+    )
+    return packed, copied
+
+
+def active_experts(spec: ExpertsSpec, T: int) -> float:
+    """Experts that T tokens reach under uniform routing, E (1 - (1 - K/E)^T): an upper bound for real routing."""
+    return spec.E * (1 - (1 - min(spec.K, spec.E) / spec.E) ** T)
+
+
+def work_of(spec: ExpertsSpec, T: int, *, launches: int, tiles: int, y_bytes: int, shared: bool = True) -> Work:
+    """The work of T tokens. y_bytes: moved for each element of y_RH between fc2 and finalize; shared: an expert's weights
+    are read once for all its routes."""
+    size, R = _BYTES[spec.x], T * spec.K
+    readings = active_experts(spec, T) if shared else R
+    return Work(
+        flop=2.0 * R * spec.H * (spec.G + spec.I),
+        weight_bytes=readings * spec.H * (spec.G + spec.I) * size,
+        activation_bytes=T * spec.H * (size + _BYTES[spec.out]) + 2 * R * spec.I * size + R * spec.H * y_bytes,
+        launches=launches,
+        tiles=tiles,
+    )
+
+
+class TritonGrouped(Provider):
+    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile; N, K, W(arps), S(tages)
+    of the first and the second linear; SWAP and TMA as in kernels.grouped.Tile."""
+
+    name = "triton_grouped"
+
+    def available(self) -> Verdict:
+        return triton_available()
+
+    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+        return triton_supports(spec, device)
+
+    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
+        from ..kernels.sort import FUSED_ROUTES, tile_bound
+
+        T = max(T, 1)
+        R = T * spec.K
+        found: dict[Tactic, Work] = {}
+        for knobs in _ranked(spec, R / max(active_experts(spec, T), 1), hopper(device)):
+            columns = math.ceil(spec.I / int(knobs["N1"])) + math.ceil(spec.H / int(knobs["N2"]))
+            found[Tactic.of(**knobs)] = work_of(
+                spec, T, launches=4 if R <= FUSED_ROUTES else 6,
+                tiles=tile_bound(R, spec.E, int(knobs["M"])) * columns, y_bytes=2 * _BYTES[spec.x],
+            )  # fmt: skip
+        return list(found.items())
+
+    def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
+        return one_layout(weights, spec)
+
+    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
+        first, second = tiles_of(tactic, spec, hopper(device) or device.type == "cpu")
+
+        from ..kernels.epilogue import epilogue
+        from ..kernels.grouped import fc1, fc2, finalize
+        from ..kernels.sort import sort_routes
+
+        act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
+        E, K, sizes = spec.E, spec.K, (spec.H, spec.I)
+        halves, k_major, down_k_major = spec.gate_up.halves, spec.gate_up.storage == "EGH", spec.down == "EHI"
+        gated, before, after = spec.gated, spec.weight == "input", spec.weight == "output"
+
+        def run(
+            hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
+        ) -> torch.Tensor:
+            if hidden_TH.shape[0] == 0:
+                return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
+            if weights_TK is not None:
+                weights_TK = weights_TK.contiguous()
+            schedule = sort_routes(ids_TK, E, first.BLOCK_M)
+            act_RI = fc1(
+                hidden_TH, packed.gate_up, packed.gate_up_bias, weights_TK if before else None, schedule, act,
+                choices=K, sizes=sizes, gated=gated, halves=halves, k_major=k_major, tile=first,
+            )  # fmt: skip
+            y_RH = fc2(act_RI, packed.down, packed.down_bias, schedule, k_major=down_k_major, tile=second)
+            return finalize(y_RH, ids_TK, weights_TK if after else None, E, out_dtype)
+
+        return on_device(run, device)
+
+    def version(self) -> str:
+        return triton_version()
+
+
+def on_device(run: Launcher, device: torch.device) -> Launcher:
+    """`run` with `device` current: Triton launches on the current one, whatever its arguments say."""
+    import torch
+
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        return run
+
+    def guarded(
+        hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
+    ) -> torch.Tensor:
+        with torch.cuda.device(device):
+            return run(hidden_TH, ids_TK, weights_TK, packed)
+
+    return guarded
+
+
+def whole_knobs(provider: str, tactic: Tactic, names: tuple[str, ...]) -> dict[str, int]:
+    """The tactic's knobs as numbers; ValueError where names differ from `names` or a value is text."""
+    if tuple(sorted(dict(tactic.knobs))) != tuple(sorted(names)):
+        raise ValueError(f"{provider}: knobs are {', '.join(names)}; got {tactic}")
+    for name, value in tactic.knobs:
+        if not isinstance(value, int):
+            raise ValueError(f"{provider}: {name}={value} is not a whole number")
+    return {name: int(value) for name, value in tactic.knobs}
+
+
+def tiles_of(tactic: Tactic, spec: ExpertsSpec, tma: bool) -> tuple[Tile, Tile]:
+    """Tiles of fc1 and fc2. ValueError names a knob that is unknown, missing or can't run."""
+    from ..kernels.grouped import Tile
+
+    k = whole_knobs("triton_grouped", tactic, KNOBS)
+    for name, value in k.items():
+        if name[0] in "MNKW" and (value < (1 if name[0] == "W" else 16) or value & (value - 1)):
+            raise ValueError(f"triton_grouped: {name}={value} is not a power of two of at least 16 (warps: 1)")
+    if k["TMA"] and not tma:
+        raise ValueError("triton_grouped: TMA=1 needs compute capability 9.0")
+    first, second = (
+        Tile(
+            BLOCK_M=k["M"], BLOCK_N=k[f"N{i}"], BLOCK_K=k[f"K{i}"], SWAP=k["SWAP"], TMA=k["TMA"],
+            warps=k[f"W{i}"], stages=k[f"S{i}"],
+        )
+        for i in (1, 2)
+    )  # fmt: skip
+    for i, tile, width in ((1, first, 2 if spec.gated else 1), (2, second, 1)):
+        need = tile.stages * tile.BLOCK_K * (tile.BLOCK_M + width * tile.BLOCK_N) * _BYTES[spec.x]
+        if need > _SHARED_BYTES:
+            raise ValueError(f"triton_grouped: linear {i} of {tactic} needs {need} bytes of shared memory")
+    return first, second
+
+
+def hopper(device: torch.device) -> bool:
+    """Whether the device has tensor descriptors (TMA) and programmatic dependent launch (PDL)."""
+    import torch
+
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def _ranked(spec: ExpertsSpec, rows: float, tma: bool) -> list[dict[str, int]]:
+    """Knobs, best first, by rows per active expert."""
+    block = min(128, max(16, 1 << math.ceil(math.log2(max(rows, 1)))))
+    if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
+        return [_knobs(min(block, 32), 0, 0, (32, 32, 4, 2), (64, 32, 4, 2)), _knobs(16, 0, 0, (16, 32, 4, 2), (32, 32, 4, 2))]
+    found = []
+    for m in dict.fromkeys((block, min(128, 2 * block), max(16, block // 2))):
+        if m <= 64:
+            found.append(_knobs(m, 1, int(tma), (64, 64, 4, 4), (128, 64, 4, 4)))
+            found.append(_knobs(m, 0, 0, (64, 64, 4, 4), (128, 64, 4, 4)))
+        else:
+            found.append(_knobs(m, 0, int(tma), (128, 64, 8, 4), (256, 64, 8, 3)))
+            found.append(_knobs(m, 0, 0, (64, 64, 4, 4), (128, 64, 4, 4)))
+    return found
+
+
+def _knobs(m: int, swap: int, tma: int, first: tuple[int, ...], second: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(KNOBS, (m, swap, tma, *first, *second)))

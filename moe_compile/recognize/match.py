@@ -1,0 +1,423 @@
+"""From the term of a combined output to an ExpertsSpec: the term *is* the meaning, this reads it off and checks it.
+
+out[t, h] = sum_k w[t, k] * (sum_i act(gate, up)[i] * down[e, h, i] + bias[e, h]) with e = ids[t, k]. Roles come from the
+binders, never from sizes. Every leaf must be exactly one operand, read at exactly the indices that the spec's layouts
+mean, in full, and still hold what was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.fx
+
+from ..activation import Activation, Expr, apply, const, pointwise_table
+from ..algebra.layout import Val, number_of
+from ..algebra.terms import Affine, Axis, Size, Term, as_size, axis_index, find, flat, leaves, times
+from ..nodes import fake
+from ..spec import ExpertsSpec, Layout, short_dtype
+from ..verdict import Reject
+
+if TYPE_CHECKING:
+    from .walk import Walk
+
+
+class Mismatch(Exception):
+    """Carries the Reject of a proof that failed, out of nested readers."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.verdict = Reject(reason, detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """The spec, the operands' nodes, and every leaf that the region reads."""
+
+    spec: ExpertsSpec
+    hidden: torch.fx.Node
+    ids: torch.fx.Node
+    weights: torch.fx.Node | None
+    gate_up: tuple[torch.fx.Node, ...]
+    down: torch.fx.Node
+    gate_up_bias: tuple[torch.fx.Node, ...] = ()
+    down_bias: torch.fx.Node | None = None
+    leaves: tuple[Term, ...] = ()
+
+    def with_out(self, dtype: torch.dtype) -> Match | None:
+        """The same with another result dtype; None where a spec can't hold it."""
+        short = short_dtype(dtype)
+        return None if short is None else dataclasses.replace(self, spec=dataclasses.replace(self.spec, out=short))
+
+
+def combined(t: Term) -> bool:
+    """Whether a value looks like the end of a block: a sum over a product of nested routed linears."""
+    t = strip(t)
+    return t.op == "sum" and t.dots and find(t, lambda x: x.op == "dot" and any(a.dots for a in x.args)) is not None
+
+
+def strip(t: Term) -> Term:
+    """Without casts between floating dtypes: roundings that a kernel may skip."""
+    while t.op == "cast" and t.dtype.is_floating_point and _floating(t.args[0]):
+        t = t.args[0]
+    return t
+
+
+def _floating(t: Term) -> bool:
+    return t.op == "scalar" or (isinstance(t.dtype, torch.dtype) and t.dtype.is_floating_point)
+
+
+def match(walk: Walk, root: torch.fx.Node, value: Val) -> Match | Reject:
+    """The match of a combined value, or why it is not one."""
+    try:
+        return _Reader(walk, root, value).read()
+    except Mismatch as m:
+        return m.verdict
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One output of the first linear: rows coefficient * i + offset of a weight tensor, and maybe of a bias."""
+
+    weight: Term
+    storage: str
+    coefficient: Size
+    offset: Size
+    bias: Term | None
+
+    @property
+    def row(self) -> tuple[Size, Size]:
+        return self.coefficient, self.offset
+
+
+class _Reader:
+    def __init__(self, walk: Walk, root: torch.fx.Node, value: Val) -> None:
+        self.walk, self.terms, self.root, self.value = walk, walk.terms, root, value
+        if not value.dims or len(value.dims[-1]) != 1 or not value.plain:
+            raise Mismatch("the result's last dim is not the hidden one")
+        last = value.dims[-1][0]
+        assert isinstance(last, Axis)
+        self.h_out = last
+        t_axes = [a for d in value.dims[:-1] for a in d if isinstance(a, Axis)]
+        sizes = tuple(a.size for a in t_axes)
+        self.T = times(*sizes)
+        self.t = number_of(t_axes)
+        self.ids: Term | None = None
+        self.hidden: Term | None = None
+        self.h_in: Axis | None = None
+        self.input_weight: Term | None = None
+
+    def read(self) -> Match:
+        total = strip(self.value.term)
+        k_axes, (body,) = self.terms.open(total)
+        self.K = times(*(a.size for a in k_axes))
+        self.k = number_of(k_axes)
+        if type(self.K) is not int:
+            raise Mismatch("the number of choices is not static", str(self.K))
+        weight, y = self._weighted(body)
+        y, down_bias = self._biased(y)
+        i, down, act = self._down(y)
+        self.i = i
+        streams: list[_Stream] = []
+        expr = self._activation(act, streams)
+        return self._spec(weight, down, down_bias, streams, expr)
+
+    # the output side
+
+    def _weighted(self, body: Term) -> tuple[Term | None, Term]:
+        factors = _factors(body)
+        experts = [f for f in factors if f.dots]
+        others = [f for f in factors if not f.dots]
+        if len(experts) != 1:
+            raise Mismatch("the combined value is not one expert output times a weight", f"{len(experts)} expert outputs")
+        if len(others) > 1:
+            raise Mismatch("the routing weight is applied more than once, or is an expression", f"{len(others)} factors")
+        return (self._route_leaf(others[0], "routing weight") if others else None), experts[0]
+
+    def _route_leaf(self, t: Term, role: str) -> Term:
+        """A leaf that is a whole [T, K] tensor read at (t, k)."""
+        t = strip(t) if t.op != "leaf" else t
+        if t.op != "leaf" or t.routed:
+            raise Mismatch(f"the {role} is not a tensor of tokens by choices", repr(t))
+        self._whole(t, self.t.scaled(self.K) + self.k, times(self.T, self.K), role)
+        return t
+
+    def _whole(self, leaf: Term, position: Affine, numel: Size, role: str) -> None:
+        sizes = tuple(self._sizes(leaf))
+        if flat(leaf.index, sizes) != position:
+            raise Mismatch(f"the {role} is not read at its own token and choice", repr(leaf))
+        if times(*sizes) != numel:
+            raise Mismatch(f"the {role} is only partly used", f"{sizes} holds more than {numel}")
+
+    def _sizes(self, leaf: Term) -> list[Size]:
+        return [as_size(n) for n in fake(leaf.attr.node).shape]
+
+    def _biased(self, y: Term) -> tuple[Term, Term | None]:
+        y = strip(y)
+        if y.op == "pw" and y.attr == "add":
+            a, b = y.args
+            linear, bias = (a, b) if a.dots else (b, a)
+            if linear.dots and not bias.dots:
+                bias = strip(bias)
+                if bias.op != "leaf" or len(bias.index) != 2 or bias.index[1] != axis_index(self.h_out):
+                    raise Mismatch("what is added to the experts' output is not a bias per expert", repr(bias))
+                self._expert(bias.index[0], "output bias")
+                return strip(linear), bias
+        return y, None
+
+    def _expert(self, index: Affine, role: str) -> None:
+        """The index must be the one ids tensor of the block, at (t, k)."""
+        ids = index.single
+        if not isinstance(ids, Term) or ids.op != "leaf" or ids.routed:
+            raise Mismatch(f"the {role} is not read at the expert id", repr(index))
+        if self.ids is None:
+            self._route_leaf(ids, "expert id")
+            self.ids = ids
+        elif self.ids is not ids:
+            raise Mismatch("the expert ids differ between the linears", f"{role}: {ids!r} and {self.ids!r}")
+
+    def _down(self, y: Term) -> tuple[Axis, Term, Term]:
+        if y.op != "dot":
+            raise Mismatch("the experts' output is not a linear", repr(y)[:200])
+        axes, (a, b) = self.terms.open(y)
+        down, act = (a, b) if b.dots else (b, a)
+        if len(axes) != 1:
+            raise Mismatch("the second linear contracts more or less than one dim", str(axes))
+        if down.op != "leaf" or down.dots:
+            raise Mismatch("the second linear's weights are computed in the graph", repr(down)[:200])
+        if len(down.index) != 3:
+            raise Mismatch("the second linear's weights are not a tensor of experts by rows by columns", repr(down))
+        self._expert(down.index[0], "second linear")
+        return axes[0], down, act
+
+    # the activation
+
+    def _activation(self, t: Term, streams: list[_Stream]) -> Expr:
+        """The expression over up to two streams, named s0 and s1 in order of appearance, as `gate` and `up`."""
+        memo: dict[int, Expr] = {}
+        self.act_dtype = t.dtype
+
+        def visit(t: Term) -> Expr:
+            t = strip(t)
+            found = memo.get(t.id)
+            if found is None:
+                found = memo[t.id] = read(t)
+            return found
+
+        def read(t: Term) -> Expr:
+            if t.op == "const":
+                return const(float(t.attr[1]))
+            if t.op == "scalar":
+                return const(scalar_value(t))
+            stream = self._stream(t)
+            if stream is not None:
+                if stream not in streams:
+                    streams.append(stream)
+                if len(streams) > 2:
+                    raise Mismatch("the activation reads more than a gate and an up projection")
+                return Expr(("gate", "up")[streams.index(stream)])
+            if t.op == "pw":
+                if t.attr not in pointwise_table():
+                    raise Mismatch("the activation uses a function that kernels don't have", str(t.attr))
+                return apply(t.attr, *map(visit, t.args))
+            if t.op == "leaf" or not t.dots:
+                raise Mismatch("the activation reads something else than the first linear", repr(t)[:200])
+            raise Mismatch("between the linears there is more than a pointwise function", repr(t)[:200])
+
+        return visit(t)
+
+    def _stream(self, t: Term) -> _Stream | None:
+        bias: Term | None = None
+        if t.op == "pw" and t.attr == "add":
+            a, b = map(strip, t.args)
+            linear, added = (a, b) if a.op == "dot" else (b, a)
+            if linear.op != "dot" or added.op != "leaf" or not added.routed:
+                return None
+            t, bias = linear, added
+        if t.op != "dot":
+            return None
+        axes, (a, b) = self.terms.open(t)
+        weight, x = (a, b) if _expert_weight(a) else (b, a)
+        if not _expert_weight(weight) or x.dots:
+            raise Mismatch("the first linear is not a token's hidden state times an expert's weights", repr(t)[:200])
+        if len(axes) != 1:
+            raise Mismatch("the first linear contracts more or less than one dim", str(axes))
+        h = axes[0]
+        self._hidden(x, h)
+        self._expert(weight.index[0], "first linear")
+        if weight.index[2] == axis_index(h):
+            storage, row = "EGH", weight.index[1]
+        elif weight.index[1] == axis_index(h):
+            storage, row = "EHG", weight.index[2]
+        else:
+            raise Mismatch("the first linear's weights are not read along hidden", repr(weight))
+        items = dict(row.items)
+        coefficient = items.pop(self.i, None)
+        if items or coefficient is None:
+            raise Mismatch("the first linear's rows are not the activation's channels", repr(row))
+        if bias is not None:
+            if len(bias.index) != 2 or bias.index[1] != row:
+                raise Mismatch("the first linear's bias is read at other channels", repr(bias))
+            self._expert(bias.index[0], "first bias")
+        return _Stream(weight, storage, coefficient, row.const, bias)
+
+    def _hidden(self, x: Term, h: Axis) -> None:
+        factors = _factors(x)
+        if len(factors) == 2:
+            x, weight = sorted(factors, key=lambda f: h not in f.free)
+            weight = self._route_leaf(weight, "routing weight")
+            if self.input_weight not in (None, weight):
+                raise Mismatch("gate and up are weighted differently")
+            self.input_weight = weight
+        else:
+            x = factors[0]
+        if x.op != "leaf" or x.routed:
+            raise Mismatch("the first linear's input is not a tensor of hidden states", repr(x)[:200])
+        H = h.size
+        self._whole(x, self.t.scaled(H) + axis_index(h), times(self.T, H), "hidden states")
+        self.h_in = self.h_in or h
+        x = self.terms.substitute(x, {h: axis_index(self.h_in)})
+        if self.hidden not in (None, x):
+            raise Mismatch("gate and up read different hidden states", f"{self.hidden!r} and {x!r}")
+        self.hidden = x
+
+    # the spec
+
+    def _spec(
+        self, weight: Term | None, down: Term, down_bias: Term | None, streams: list[_Stream], expr: Expr
+    ) -> Match:
+        assert self.ids is not None
+        hidden = self.hidden
+        if hidden is None:
+            raise Mismatch("the activation does not depend on the hidden states")
+        H, I = self.h_out.size, self.i.size  # noqa: E741
+        E, *_ = self._sizes(down)
+        if any(type(n) is not int for n in (E, H, I)):
+            raise Mismatch("the experts' sizes are not static", f"E={E} H={H} I={I}")
+        index = (axis_index(self.h_out), axis_index(self.i))
+        if down.index[1:] == index:
+            down_storage, shape = "EHI", [E, H, I]
+        elif down.index[1:] == index[::-1]:
+            down_storage, shape = "EIH", [E, I, H]
+        else:
+            raise Mismatch("the second linear's weights are not read along channels and hidden", repr(down))
+        if self._sizes(down) != shape:
+            raise Mismatch("the second linear's weights are only partly used", f"{self._sizes(down)}, not {shape}")
+        if down_bias is not None and self._sizes(down_bias) != [E, H]:
+            raise Mismatch("the output bias is only partly used", str(self._sizes(down_bias)))
+        if weight is not None and self.input_weight is not None:
+            raise Mismatch("the routing weight is applied twice")
+        halves, order = self._halves(streams, E, H, I)
+        if order != [0, 1] and len(streams) == 2:
+            streams = [streams[1], streams[0]]
+            expr = _swap(expr)
+        act, swapped = _named(expr, len(streams))
+        if swapped:
+            halves = _SWAPPED.get(halves, halves)
+            streams = streams[::-1]
+        tensors = {"hidden states": hidden, "first linear": streams[0].weight, "second linear": down}
+        dtypes = {role: short_dtype(t.dtype) for role, t in tensors.items()}
+        if len(set(dtypes.values())) != 1 or None in dtypes.values() or self.act_dtype != hidden.dtype:
+            raise Mismatch("hidden states, activation and expert weights differ in dtype",
+                           f"{dtypes}, activation {self.act_dtype}")
+        route = weight if weight is not None else self.input_weight
+        out = short_dtype(fake(self.root).dtype)
+        w = short_dtype(route.dtype) if route is not None else dtypes["hidden states"]
+        if out is None or w is None:
+            raise Mismatch("a dtype that specs don't have", f"weights {route and route.dtype}, result {self.value.dtype}")
+        biases = (streams[0].bias is not None, down_bias is not None)
+        spec = ExpertsSpec(
+            E=E, K=self.K, H=H, I=I, act=act, gate_up=Layout(storage=streams[0].storage, halves=halves),
+            down=down_storage, bias={(0, 0): "none", (1, 0): "gate_up", (0, 1): "down", (1, 1): "both"}[biases],
+            weight="input" if self.input_weight is not None else "output" if weight is not None else "none",
+            x=str(dtypes["hidden states"]), w=w, out=out,
+        )  # fmt: skip
+        read = tuple(leaves(self.value.term))
+        stale = [leaf for leaf in read if not self.walk.current(leaf)]
+        if stale:
+            raise Mismatch("a tensor was changed after the block read it", stale[0].attr.name)
+        held = streams if halves == "separate" else streams[:1]
+        return Match(
+            spec=spec,
+            hidden=hidden.attr.node,
+            ids=self.ids.attr.node,
+            weights=route.attr.node if route is not None else None,
+            gate_up=tuple(s.weight.attr.node for s in held),
+            down=down.attr.node,
+            gate_up_bias=tuple(s.bias.attr.node for s in held if s.bias),
+            down_bias=down_bias.attr.node if down_bias is not None else None,
+            leaves=read,
+        )
+
+    def _halves(self, streams: list[_Stream], E: int, H: int, I: int) -> tuple[str, list[int]]:  # noqa: E741
+        """Where the streams' rows sit in their tensor(s); and the order of the streams by position there."""
+        first = streams[0]
+        weights = {s.weight.attr for s in streams}
+        G = I * len(streams) if len(weights) == 1 else I
+        for s in streams:
+            shape = [E, G, H] if s.storage == "EGH" else [E, H, G]
+            if self._sizes(s.weight) != shape:
+                raise Mismatch("the first linear's weights are only partly used", f"{self._sizes(s.weight)}, not {shape}")
+            if s.storage != first.storage or (s.bias is None) != (first.bias is None):
+                raise Mismatch("gate and up are stored differently")
+            if s.bias is not None and self._sizes(s.bias) != [E, G]:
+                raise Mismatch("the first linear's bias is only partly used", str(self._sizes(s.bias)))
+        if len(weights) == 1 and first.bias is not None and len({s.bias.attr for s in streams if s.bias}) != 1:
+            raise Mismatch("gate and up are stored differently")
+        rows = [s.row for s in streams]
+        if len(streams) == 1 or len(weights) == 2:
+            if any(r != (1, 0) for r in rows):
+                raise Mismatch("the first linear's rows are permuted", str(rows))
+            return ("up" if len(streams) == 1 else "separate"), list(range(len(streams)))
+        order = sorted(range(2), key=lambda n: rows[n][1])
+        placed = [rows[n] for n in order]
+        if placed == [(1, 0), (1, I)]:
+            return "gate_up", order
+        if placed == [(2, 0), (2, 1)]:
+            return "gate_up_interleaved", order
+        raise Mismatch("gate and up rows are neither halves nor interleaved", str(rows))
+
+
+_SWAPPED = {"gate_up": "up_gate", "gate_up_interleaved": "up_gate_interleaved"}
+
+
+def _named(expr: Expr, streams: int) -> tuple[Activation, bool]:
+    """The activation, and whether its streams change names: the gate is the one that gives it a known name."""
+    if streams == 1:
+        return Activation(_rename(expr)), False
+    as_is, swapped = Activation(expr), Activation(_swap(expr))
+    if as_is.name != "expression" or swapped.name == "expression":
+        return as_is, False
+    return swapped, True
+
+
+def _expert_weight(t: Term) -> bool:
+    return t.op == "leaf" and t.routed and len(t.index) == 3
+
+
+def _factors(t: Term) -> list[Term]:
+    """The factors of a product, through casts."""
+    t = strip(t)
+    return [f for a in t.args for f in _factors(a)] if t.op == "pw" and t.attr == "mul" else [t]
+
+
+def _swap(e: Expr) -> Expr:
+    if e.op in ("gate", "up"):
+        return Expr("up" if e.op == "gate" else "gate")
+    return apply(e.op, *map(_swap, e.args)) if e.args else e
+
+
+def _rename(e: Expr) -> Expr:
+    """The lone stream of a non-gated expert is called up."""
+    if e.op == "gate":
+        return Expr("up")
+    return apply(e.op, *map(_rename, e.args)) if e.args else e
+
+
+def scalar_value(t: Term) -> float:
+    """A Python float that dynamic=True made an input: its value, which the compiled graph is then guarded on."""
+    node: Any = t.attr
+    return float(fake(node))

@@ -1,0 +1,257 @@
+"""The walk: interprets the graph once, in program order, giving every node a value; regions are found on the way.
+
+In: a GraphModule as Dynamo (or export) made it. Out: a `Recognition`: proved regions with their specs and operands, and
+for what looked like a block and was not proved, the reason, the node and its place. The graph is not changed.
+
+A value may be wrong in no case, only vague: what no rule describes is a leaf of its own node. Mutation is a new version of
+a storage; entries of older versions turn into leaves when they are next read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from .. import rules
+from ..algebra.layout import Ord, Val, new_axes
+from ..algebra.terms import Size, Term, Terms, as_size
+from ..canonical import Call, canonical, mutated_arguments
+from ..journal import Where
+from ..nodes import fake, where
+from ..spec import MoESpec
+from ..verdict import Reject
+from .match import Match, combined, match
+from .router import RouterMatch, match_router
+from .versions import Versions
+
+
+@dataclass(kw_only=True)
+class Found:
+    """A proved region. `root` is the node to replace; `match` and `router` have the operands' nodes."""
+
+    root: torch.fx.Node
+    match: Match
+    router: RouterMatch | None
+    router_why: str
+    where: Where
+
+    @property
+    def spec(self) -> MoESpec:
+        return MoESpec(experts=self.match.spec, router=self.router.spec if self.router else None)
+
+
+@dataclass(kw_only=True)
+class Rejection:
+    """The deepest partial proof of a block that stays as it was."""
+
+    node: torch.fx.Node
+    verdict: Reject
+    where: Where
+    progress: int
+
+
+@dataclass(kw_only=True)
+class Recognition:
+    regions: list[Found] = field(default_factory=list)
+    rejections: list[Rejection] = field(default_factory=list)
+
+
+class Walk:
+    """The state of the walk; also the context that rules see."""
+
+    def __init__(self, cut: bool = True, terms: Terms | None = None) -> None:
+        self.terms = terms or Terms()
+        self.cut = cut
+        self.versions = Versions()
+        self.selections: dict[torch.fx.Node, Val] = {}
+        self.node: torch.fx.Node = None  # type: ignore[assignment]
+        self._env: dict[torch.fx.Node, tuple[Any, int]] = {}
+        self._table = rules.load()
+
+    # what rules ask
+
+    def value(self, argument: Any) -> Any:
+        if isinstance(argument, torch.fx.Node):
+            known = self._env.get(argument)
+            if known is not None and known[1] == self.versions.of(argument):
+                return known[0]
+            return self._default(argument)
+        if isinstance(argument, (tuple, list)):
+            return tuple(self.value(a) for a in argument)
+        return argument
+
+    def leaf(self, node: torch.fx.Node) -> Val:
+        """`node` itself, at its present version."""
+        value = fake(node)
+        dims, index = new_axes([as_size(n) for n in value.shape])
+        return Val(dims, self.terms.leaf(node, self.versions.of(node), index, value.dtype), value.dtype)
+
+    @property
+    def sizes(self) -> tuple[Size, ...]:
+        return tuple(as_size(n) for n in self._result().shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._result().dtype
+
+    def _result(self) -> Any:
+        value = fake(self.node)
+        return value if isinstance(value, torch.Tensor) else value[0]
+
+    def _default(self, node: torch.fx.Node) -> Any:
+        value = fake(node)
+        out = self.leaf(node) if isinstance(value, torch.Tensor) else None if isinstance(value, tuple) else value
+        self._env[node] = (out, self.versions.of(node))
+        return out
+
+    # the walk
+
+    def visit(self, node: torch.fx.Node) -> Reject | None:
+        """Gives `node` its value; a Reject says why it is only a leaf."""
+        if node.op not in ("call_function", "call_method"):
+            for argument in mutated_arguments(node):
+                self._written(argument)
+            return None
+        value = fake(node)
+        call = canonical(node)
+        if not isinstance(value, (torch.Tensor, tuple, list)) and not (call and call.mutates):
+            for argument in mutated_arguments(node):
+                self._written(argument)
+            return None
+        self.node = node
+        result = self._apply(node, call)
+        if call is not None and call.mutates:
+            target = call.args[call.mutates]
+            if not isinstance(target, torch.fx.Node):
+                return None
+            self.versions.write(target)
+            if isinstance(result, Val):
+                wanted = fake(target)
+                if result.dtype != wanted.dtype:
+                    result = Val(result.dims, self.terms.make("cast", (result.term,), dtype=wanted.dtype), wanted.dtype)
+                if result.sizes != tuple(as_size(n) for n in wanted.shape):
+                    result = Reject("a write that changes the shape")
+            for n in (target, node):
+                if isinstance(result, Val):
+                    self._env[n] = (result, self.versions.of(n))
+                else:
+                    self._env.pop(n, None)
+        else:
+            for argument in mutated_arguments(node):
+                self._written(argument)
+            if isinstance(result, tuple):
+                self._env[node] = (result, self.versions.of(node))
+            elif isinstance(result, Val):
+                self._env[node] = (result, self.versions.of(node))
+        return result if isinstance(result, Reject) else None
+
+    def _apply(self, node: torch.fx.Node, call: Call | None) -> Any:
+        if call is None:
+            return Reject("no rule knows this operation", _target(node))
+        transfer: Any = self._table.get(call.op)
+        if transfer is None:
+            return Reject("no rule knows this operation", call.op)
+        target = call.args.get(call.mutates) if call.mutates else None
+        if isinstance(target, torch.fx.Node) and isinstance(fake(target), torch.Tensor):
+            self.node = target  # an in-place result has its target's shape and dtype
+        return transfer(self, call)
+
+    def _written(self, argument: Any) -> None:
+        if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):
+            self.versions.write(argument)
+
+    def cut_at(self, node: torch.fx.Node) -> None:
+        """From here on, `node` is a leaf of itself."""
+        self._env[node] = (self.leaf(node), self.versions.of(node))
+
+    def current(self, leaf: Term) -> bool:
+        """Whether a leaf still reads what it read."""
+        return bool(self.versions.of(leaf.attr.node) == leaf.attr.version)
+
+
+def recognize(gm: torch.fx.GraphModule) -> Recognition:
+    """Every region of the graph that is proved to be an MoE block, and every near miss with its reason."""
+    walk, out = Walk(), Recognition()
+    misses: list[Rejection] = []
+    open_roots: dict[torch.fx.Node, Found] = {}
+    for node in gm.graph.nodes:
+        complaint = walk.visit(node)
+        if complaint is not None:
+            progress = _progress(walk, node)
+            if progress:
+                misses.append(Rejection(node=node, verdict=complaint, where=where(node), progress=progress))
+            continue
+        grown = _extends(walk, node, open_roots)
+        if grown is not None:
+            open_roots[node] = grown
+            walk.cut_at(node)
+            continue
+        value = walk.value(node) if node.op in ("call_function", "call_method") else None
+        if not isinstance(value, Val) or not combined(value.term):
+            continue
+        proved = match(walk, node, value)
+        if isinstance(proved, Reject):
+            misses.append(Rejection(node=node, verdict=proved, where=where(node), progress=3))
+        else:
+            router = match_router(gm, walk, node, proved)
+            found = Found(
+                root=node,
+                match=proved,
+                router=router if isinstance(router, RouterMatch) else None,
+                router_why="" if isinstance(router, RouterMatch) else str(router),
+                where=where(node),
+            )
+            out.regions.append(found)
+            open_roots[node] = found
+        walk.cut_at(node)
+    out.rejections = _deepest(misses, out.regions)
+    return out
+
+
+def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found]) -> Found | None:
+    """A cast of a region's result that nobody else reads becomes the region's root."""
+    call = canonical(node)
+    if call is None or call.op not in ("to", "type", "type_as") or call.mutates:
+        return None
+    source = call.get("input")
+    found = roots.get(source)
+    value = fake(node)
+    if found is None or found.root is not source or len(source.users) != 1 or not value.dtype.is_floating_point:
+        return None
+    widened = found.match.with_out(value.dtype)
+    if widened is None or not all(walk.current(leaf) for leaf in found.match.leaves):
+        return None
+    found.match, found.root = widened, node
+    return found
+
+
+def _progress(walk: Walk, node: torch.fx.Node) -> int:
+    """How far a proof had come where it stopped: 2 past an expert linear, 1 with rows in expert order, 0 elsewhere."""
+    best = 0
+    for n in node.all_input_nodes:
+        v = walk.value(n)
+        for x in v if isinstance(v, tuple) else (v,):
+            if isinstance(x, Val):
+                sorted_rows = any(isinstance(a, Ord) for d in x.dims for a in d)
+                best = max(best, 2 if x.term.dots else 1 if sorted_rows else 0)
+    return best
+
+
+def _deepest(misses: list[Rejection], regions: list[Found]) -> list[Rejection]:
+    """One rejection a module: the one whose proof came furthest, the first of equals; none inside a proved region."""
+    proved = {f.where.module for f in regions}
+    best: dict[str, Rejection] = {}
+    for miss in misses:
+        module = miss.where.module
+        if module in proved:
+            continue
+        if module not in best or miss.progress > best[module].progress:
+            best[module] = miss
+    return list(best.values())
+
+
+def _target(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

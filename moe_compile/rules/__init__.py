@@ -1,0 +1,19 @@
+"""Transfer functions: what each canonical operation does to (layout, term) values. One file per op family.
+
+A rule takes the context and the bound call, and returns the value of the node's result, exactly; or a `Reject` that
+says why it can't (the node then becomes a leaf of itself, which is always true); or None where a leaf is simply the best
+description. Adding a spelling means adding a rule here, and a near-miss test beside its test.
+"""
+
+from __future__ import annotations
+
+from .registry import RULES, Context, Result, Value, rule
+
+__all__ = ["RULES", "Context", "Result", "Value", "load", "rule"]
+
+
+def load() -> dict[str, object]:
+    """Import every rule file (they register themselves) and return the table."""
+    from . import combine, create, gather, linear, pointwise, select, sort, views  # noqa: F401
+
+    return dict(RULES)

@@ -1,0 +1,149 @@
+"""Pointwise functions and casts: align the arguments' dims, then one term. Integers that are known stay known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..algebra.layout import Val, broadcast
+from ..algebra.terms import Affine, Term, Terms, as_size, divmod_affine
+from ..canonical import Call
+from ..verdict import Reject
+from .registry import Context, Result, cut_here, rule, val
+
+# canonical op -> the tensor-or-number arguments; what else a call says must be in `_EXTRA` at its default
+_ARGS: dict[str, tuple[str, ...]] = {
+    **{op: ("input", "other") for op in ("add", "sub", "mul", "div", "floordiv", "remainder", "minimum", "maximum",
+                                         "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or")},
+    **{op: ("input",) for op in ("sigmoid", "tanh", "exp", "log", "log1p", "sqrt", "rsqrt", "abs", "erf", "square",
+                                 "reciprocal", "silu", "relu", "neg", "invert", "gelu", "softplus")},
+    "pow": ("input", "exponent"),
+    "clamp": ("input", "min", "max"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "masked_fill": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+}  # fmt: skip
+_EXTRA: dict[str, Any] = {
+    "alpha": (1,), "rounding_mode": (None, "floor"), "beta": (1, 1.0), "threshold": (20, 20.0),
+    "approximate": ("none", "tanh"),
+}  # fmt: skip
+_MAX_TERM = 400  # a bound on what one value may drag along; real blocks stay under 60
+
+
+@rule(*_ARGS)
+def _pointwise(c: Context, call: Call) -> Result:
+    names = _ARGS[call.op]
+    for key, x in call.args.items():
+        if key not in names and x not in _EXTRA.get(key, ()):
+            return Reject("an unknown argument", f"{call.op}({key}={x})")
+    args = [_operand(c, call.get(n)) for n in names]
+    for a in args:
+        if isinstance(a, Reject):
+            return a
+    tensors = [a for a in args if isinstance(a, Val) and a.dims]
+    vals: list[Val] = [a for a in args if isinstance(a, Val)]
+    if not vals:
+        return None
+    if cut_here(c, *vals) and not _integers(c.terms, vals):
+        return None
+    if sum(a.term.size for a in vals) > _MAX_TERM:
+        return Reject("an expression too large to follow")
+    got = broadcast(c.terms, tensors or vals[:1])
+    if isinstance(got, Reject):
+        return got
+    dims, aligned = got
+    found = iter(aligned)
+    operands = [next(found) if isinstance(a, Val) and a.dims else a.term if isinstance(a, Val) else None for a in args]
+    name = "floordiv" if call.op == "div" and call.get("rounding_mode") == "floor" else call.op
+    known = _integer(c.terms, name, operands)
+    if known is not None:
+        return Val(dims, known, c.dtype)
+    if name == "gelu" and call.get("approximate") == "tanh":
+        name = "gelu_tanh"
+    return Val(dims, _make(c.terms, name, operands, c.dtype), c.dtype)
+
+
+def _operand(c: Context, argument: Any) -> Val | None | Reject:
+    v = c.value(argument)
+    if v is None or isinstance(v, Val):
+        return v
+    if isinstance(v, (bool, int, float)):
+        return Val((), c.terms.const(v), type(v))
+    if isinstance(v, (torch.SymInt, torch.SymFloat)):
+        integral = isinstance(v, torch.SymInt)
+        term = c.terms.int(Affine.of(as_size(v))) if integral else c.terms.make("scalar", attr=argument)
+        return Val((), term, int if integral else float)
+    return Reject("an operand that is neither a tensor nor a number", str(argument))
+
+
+def _integers(terms: Terms, vals: list[Val]) -> bool:
+    return all(v.term.op in ("int", "const") for v in vals) and any(v.term.op == "int" for v in vals)
+
+
+def _integer(terms: Terms, name: str, operands: list[Term | None]) -> Term | None:
+    """Exact integer arithmetic on known positions: +, -, * by a number, // and % by a number."""
+    affines = [_affine(t) for t in operands]
+    if len(affines) != 2 or affines[0] is None or affines[1] is None:
+        return None
+    a, b = affines
+    if all(t is not None and t.op == "const" for t in operands):
+        return None
+    if name == "add":
+        return terms.int(a + b)
+    if name == "sub":
+        return terms.int(a + b.scaled(-1))
+    if name == "mul" and (not a.items or not b.items):
+        return terms.int(b.scaled(a.const) if not a.items else a.scaled(b.const))
+    if name in ("floordiv", "remainder") and not b.items and b.const != 0:
+        parts = divmod_affine(a, b.const)
+        return None if parts is None else terms.int(parts[0 if name == "floordiv" else 1])
+    return None
+
+
+def _affine(t: Term | None) -> Affine | None:
+    if t is None:
+        return None
+    if t.op == "int":
+        return t.index[0]
+    return Affine.of(t.attr[1]) if t.op == "const" and t.attr[0] == "int" else None
+
+
+def _make(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dtype) -> Term:
+    """One term per meaning: clamps are min and max, subtraction of numbers keeps its place, masks are `where`."""
+    x = operands[0]
+    assert x is not None
+    if name in ("clamp", "clamp_min", "clamp_max"):
+        low = operands[1] if name in ("clamp", "clamp_min") else None
+        high = operands[2] if name == "clamp" else operands[1] if name == "clamp_max" else None
+        if low is not None:
+            x = terms.make("pw", (x, low), attr="maximum", dtype=dtype)
+        return x if high is None else terms.make("pw", (x, high), attr="minimum", dtype=dtype)
+    if name == "square":
+        return terms.make("pw", (x, x), attr="mul", dtype=dtype)
+    if name == "pow" and operands[1] is not None and operands[1].op == "const" and operands[1].attr[1] == 2:
+        return terms.make("pw", (x, x), attr="mul", dtype=dtype)
+    if name == "reciprocal":
+        return terms.make("pw", (terms.const(1), x), attr="div", dtype=dtype)
+    if name == "masked_fill":
+        return terms.make("pw", (operands[1], operands[2], x), attr="where", dtype=dtype)  # type: ignore[arg-type]
+    return terms.make("pw", tuple(o for o in operands if o is not None), attr=name, dtype=dtype)
+
+
+@rule("to", "type", "type_as", "convert")
+def _cast(c: Context, call: Call) -> Result:
+    v = val(c, call.get("input"))
+    if isinstance(v, Reject):
+        return v
+    new = c.dtype
+    if new == v.dtype:
+        return v
+    if new in _EXACT and v.dtype in _EXACT:
+        return Val(v.dims, v.term, new)
+    if cut_here(c, v) and v.dtype not in _EXACT:
+        return None
+    return Val(v.dims, c.terms.make("cast", (v.term,), dtype=new), new)
+
+
+_EXACT = (torch.int32, torch.int64)  # ids and positions: a cast between these keeps the value

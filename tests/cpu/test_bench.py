@@ -1,0 +1,80 @@
+"""The timing protocol, on a clock that the tests wind: interleaving, medians, ratios within a round."""
+
+import pytest
+
+from moe_compile import bench
+from moe_compile.bench import Timing, compare
+
+
+class Clock:
+    """Every call of a contender advances the time by what the contender costs at that moment."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.calls = []
+        monkeypatch.setattr(bench.time, "perf_counter", lambda: self.now)
+
+    def contender(self, name, seconds):
+        def call():
+            self.calls.append(name)
+            self.now += seconds() if callable(seconds) else seconds
+
+        return call
+
+
+def test_medians_and_ratio(monkeypatch):
+    clock = Clock(monkeypatch)
+    times = compare({"a": clock.contender("a", 0.001), "b": clock.contender("b", 0.004)}, rounds=5)
+    assert times["a"].median == pytest.approx(0.001)
+    assert times["b"].over(times["a"]) == pytest.approx(4)
+    assert len(times["a"].samples) == 5
+    assert times["a"].spread == pytest.approx(0, abs=1e-9)
+
+
+def test_rounds_interleave_and_rotate(monkeypatch):
+    clock = Clock(monkeypatch)
+    compare({n: clock.contender(n, 1.0) for n in "abc"}, rounds=3, sample_seconds=0.5)
+    assert "".join(clock.calls[9:]) == "abcbcacab"  # three warming calls each come first
+
+
+def test_a_machine_that_slows_down_does_not_bend_the_ratio(monkeypatch):
+    clock = Clock(monkeypatch)
+    slow = lambda base: lambda: base * (1 + clock.now)
+    contenders = {"a": clock.contender("a", slow(0.001)), "b": clock.contender("b", slow(0.002))}
+    times = compare(contenders, rounds=30, sample_seconds=0.001)
+    assert max(times["a"].samples) > 1.05 * min(times["a"].samples)
+    assert times["b"].over(times["a"]) == pytest.approx(2, rel=0.01)
+
+
+def test_short_calls_are_repeated(monkeypatch):
+    clock = Clock(monkeypatch)
+    times = compare({"a": clock.contender("a", 1e-5)}, rounds=2, sample_seconds=0.02)
+    assert len(clock.calls) == 3 + 2 * 2000
+    assert times["a"].median == pytest.approx(1e-5)
+
+
+def test_the_first_call_is_not_counted(monkeypatch):
+    clock = Clock(monkeypatch)
+    costs = iter([100.0])
+    times = compare({"a": clock.contender("a", lambda: next(costs, 0.1))}, rounds=2)
+    assert max(times["a"].samples) == pytest.approx(0.1)
+
+
+def test_the_device_is_waited_for_around_each_sample(monkeypatch):
+    clock = Clock(monkeypatch)
+    compare(
+        {"a": clock.contender("a", 0.01)},
+        rounds=2,
+        sample_seconds=0.02,
+        synchronize=lambda: clock.calls.append("|"),
+    )
+    assert "".join(clock.calls) == "|a||a||a|" + "|aa|" * 2
+
+
+def test_spread_is_half_the_quartile_distance():
+    assert Timing(samples=(1.0, 2.0, 3.0, 4.0, 5.0)).spread == pytest.approx(1 / 3)
+
+
+def test_one_round_has_no_spread():
+    with pytest.raises(ValueError, match="rounds=1 must be at least 2"):
+        compare({"a": lambda: None}, rounds=1)

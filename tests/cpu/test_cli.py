@@ -1,0 +1,172 @@
+"""The command: text and JSON, exit codes, one-line errors, and a reader that goes away."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from moe_compile import bench, cli, demo
+from moe_compile.explain import Report
+
+
+def run(capsys, *arguments):
+    code = cli.main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny OLMoE on disk."""
+    import transformers
+
+    config = transformers.OlmoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("olmoe")
+    transformers.OlmoeForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def test_explain_a_folder(capsys, folder):
+    code, out, err = run(capsys, "explain", folder, "--tokens", "5")
+    assert code == 0, err
+    assert out.startswith("moe_compile: 1 graph, 2 of 2 MoE blocks replaced, 0 not proved\n")
+    assert "model.layers.0.mlp, model.layers.1.mlp: 2 blocks" in out
+
+
+def test_explain_json(capsys, folder):
+    code, out, _ = run(capsys, "explain", folder, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert [r["where"]["module"] for r in report["regions"]] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert report["regions"][0]["spec"].startswith("experts(E=8 K=2 H=32 I=16 act=swiglu")
+
+
+def test_doctor(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0
+    assert torch.__version__ in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    facts = json.loads(out)
+    assert facts['backend "moe"'] == "moe_compile.backend:moe_backend"
+    assert facts["providers"]["aten"] == "ok"
+    assert facts["options"]["inner"] == "inductor"
+
+
+def test_doctor_reads_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("MOE_COMPILE", "iner=eager")
+    code, out, err = run(capsys, "doctor")
+    assert (code, out) == (1, "")
+    assert err.startswith("moe-compile: error: MOE_COMPILE key: 'iner' is not one of")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "./nothing", "~/nothing"])
+def test_a_missing_folder_is_one_line(capsys, path):
+    code, out, err = run(capsys, "explain", path)
+    assert (code, out, err) == (1, "", f"moe-compile: error: {path} is not a folder\n")
+
+
+def test_traceback_on_request():
+    with pytest.raises(ValueError, match="is not a folder"):
+        cli.main(["explain", "/no/such/folder", "--traceback"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "required: COMMAND"),
+        (("expain", "x"), "invalid choice: 'expain'"),
+        (("explain",), "required: MODEL"),
+        (("explain", "x", "--tokens", "0"), "'0' is not a whole number of at least 1"),
+        (("explain", "x", "--tokens", "many"), "'many' is not a whole number of at least 1"),
+    ],
+)
+def test_wrong_usage_exits_2(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("explain", "--help"), ("doctor", "--help")])
+def test_help_has_examples(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "example" in text
+    assert "moe-compile " + (arguments[0] if len(arguments) > 1 else "doctor") in text
+
+
+def test_a_reader_that_goes_away():
+    """`moe-compile doctor | true`: no message, and the exit code of a broken pipe."""
+    command = [sys.executable, "-m", "moe_compile", "doctor"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.wait(120) == 141
+    with process.stderr:
+        assert process.stderr.read() == ""
+
+
+# --- demo: the whole of it runs in .ci/run; here, what it says and when it fails -------------------------------------
+
+
+def a_demo(**changes):
+    timing = lambda s: bench.Timing(samples=(s, s, s))
+    fields = {
+        "model": "a model",
+        "report": Report.from_events([]),
+        "blocks": 0,
+        "errors": {"eager": (2e-6, 1e-7), "inductor": (2e-6, 1e-7), "moe": (1e-6, 1.5e-7)},
+        "times": {1: {"eager": timing(4e-3), "inductor": timing(2e-3), "moe": timing(1e-3)}},
+        "compile_seconds": {"inductor": 20.0, "moe": 10.0},
+    }
+    return demo.Demo(**{**fields, **changes})
+
+
+def test_demo_prints_errors_times_and_ratio():
+    text = str(a_demo())
+    assert "  moe          1.0e-06   1.5e-07" in text
+    line = next(x for x in text.splitlines() if x.startswith("  1 "))
+    assert [float(x) for x in line.replace("+-  0%", "").split()] == [1, 4, 2, 1, 0.5]
+    assert json.loads(json.dumps(a_demo().as_dict()))["seconds"]["1"]["moe/inductor"] == 0.5
+
+
+def test_demo_fails_where_a_block_stayed_or_numbers_are_off(capsys, monkeypatch):
+    assert a_demo().ok
+    assert not a_demo(blocks=2).ok
+    assert not a_demo(errors={**a_demo().errors, "moe": (1e-6, 5e-7)}).ok
+    slow = {1: dict(zip(("eager", "inductor", "moe"), reversed(a_demo().times[1].values()), strict=True))}
+    assert a_demo(times=slow).ok  # time is told, not judged
+    for blocks, code in ((0, 0), (2, 1)):
+        monkeypatch.setattr(demo, "run", lambda say, blocks=blocks: a_demo(blocks=blocks))
+        assert run(capsys, "demo")[0] == code
+
+
+def test_demo_model_is_what_it_says():
+    model, text = demo.build_model("cpu")
+    assert model.config.num_hidden_layers == demo.SIZES["cpu"]["layers"]
+    assert model.config.num_experts == demo.SIZES["cpu"]["E"]
+    assert next(model.parameters()).dtype == torch.float32
+    assert "float32 on cpu" in text
+    again, _ = demo.build_model("cpu")
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_demo_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a_demo().blocks = 3

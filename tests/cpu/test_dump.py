@@ -1,0 +1,184 @@
+"""The dump: what it writes, that it overwrites nothing and breaks nothing, and that its reproductions run."""
+
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import moe_compile
+from moe_compile import dump, journal
+from moe_compile.journal import Where
+
+SWIGLU = (
+    "experts(E=8 K=2 H=64 I=32 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=f32 w=f32 out=f32)"
+)
+SPECS = (
+    SWIGLU,
+    "experts(E=8 K=3 H=32 I=48 act=swiglu gate_up=EHG:gate_up_interleaved down=EIH bias=both weight=output x=bf16 "
+    "w=bf16 out=bf16)",
+    "experts(E=4 K=1 H=32 I=16 act=relu2 gate_up=EGH:up down=EHI bias=none weight=input x=bf16 w=f32 out=f32)",
+    "experts(E=4 K=2 H=32 I=16 act=geglu gate_up=EGH:separate down=EHI bias=down weight=none x=f32 w=f32 out=f32)",
+)
+
+
+def record_graph(*specs, plan="*:aten", number=None):
+    number = journal.next_graph() if number is None else number
+    journal.record(journal.GraphSeen(graph=number, nodes=9, text="def forward(before): ..."))
+    where = Where(module="model.layers.0.mlp", source="modeling.py:7", code="y = f(x)")
+    for i, spec in enumerate(specs):
+        journal.record(
+            journal.RegionFound(graph=number, region=i, spec=spec, where=where, root="sum_1", nodes=5, router_why="")
+        )
+        journal.record(journal.Planned(graph=number, region=i, candidates=("aten: ok",), plan=plan))
+    journal.record(journal.RegionRejected(graph=number, where=where, node="sort_3", reason="not ids", detail="f32"))
+    journal.record(
+        journal.Lowered(graph=number, regions=len(specs), nodes_before=9, nodes_after=5, text="def forward(after): ...")
+    )
+    return number
+
+
+def test_files_of_a_graph(tmp_path):
+    with moe_compile.debug(tmp_path) as dumper:
+        assert journal.wants_text()
+        number = record_graph(SWIGLU, SWIGLU)
+    record_graph(SWIGLU)  # after the `with`: not written
+    assert dumper.path is not None
+    assert dumper.path.parent == tmp_path
+    assert dumper.path.name == f"rank0_pid{os.getpid()}"
+    n = f"{number:03}"
+    assert {f.name for f in dumper.path.iterdir()} == {
+        f"{n}_before.py",
+        f"{n}_after.py",
+        "specs.txt",
+        "rejections.txt",
+        f"repro_{n}_0.py",
+        f"repro_{n}_1.py",
+    }
+    assert (dumper.path / f"{n}_before.py").read_text() == "def forward(before): ...\n"
+    assert (dumper.path / f"{n}_after.py").read_text() == "def forward(after): ...\n"
+    assert (dumper.path / "specs.txt").read_text().splitlines()[:2] == [
+        f"graph {number} region 0 model.layers.0.mlp (modeling.py:7): {SWIGLU}",
+        f"graph {number} region 0 plan *:aten",
+    ]
+    assert "node sort_3 model.layers.0.mlp (modeling.py:7) y = f(x)" in (dumper.path / "rejections.txt").read_text()
+    assert "not ids: f32" in (dumper.path / "rejections.txt").read_text()
+
+
+def test_failures_are_written(tmp_path):
+    with moe_compile.debug(tmp_path) as dumper:
+        journal.record(journal.StageFailed(graph=0, stage="lower", error="KeyError: 'x'"))
+    assert (dumper.path / "failures.txt").read_text() == "graph 0 stage lower: KeyError: 'x'\n"
+
+
+def test_nothing_is_overwritten(tmp_path):
+    paths = set()
+    for _ in range(3):
+        with moe_compile.debug(tmp_path) as dumper:
+            record_graph(SWIGLU, number=7)
+        paths.add(dumper.path)
+    base = f"rank0_pid{os.getpid()}"
+    assert {p.name for p in paths} == {base, f"{base}_2", f"{base}_3"}
+
+
+def test_a_child_process_has_its_own_folder(tmp_path):
+    with moe_compile.debug(tmp_path):
+        record_graph(SWIGLU)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # fork beside torch's threads; the child only writes
+            child = os.fork()
+        if not child:
+            record_graph(SWIGLU)
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert {p.name for p in tmp_path.iterdir()} == {f"rank0_pid{os.getpid()}", f"rank0_pid{child}"}
+
+
+def test_nothing_is_made_where_nothing_is_compiled(tmp_path):
+    with moe_compile.debug(tmp_path / "new") as dumper:
+        pass
+    assert dumper.path is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("a file, where a folder should be made")
+    with pytest.warns(UserWarning, match="can't write its dump, and goes on without") as warned:  # noqa: SIM117
+        with moe_compile.debug(blocked / "dump"), journal.capture() as events:
+            record_graph(SWIGLU)
+            record_graph(SWIGLU)
+    assert len(warned) == 1
+    assert sum(isinstance(e, journal.Lowered) for e in events) == 2
+
+
+def test_the_environment_starts_moves_and_stops_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOE_COMPILE_DUMP", str(tmp_path / "a"))
+    dump.follow_environment()
+    dump.follow_environment()  # the same folder: nothing new
+    record_graph(SWIGLU)
+    monkeypatch.setenv("MOE_COMPILE_DUMP", str(tmp_path / "b"))
+    dump.follow_environment()
+    record_graph(SWIGLU)
+    monkeypatch.delenv("MOE_COMPILE_DUMP")
+    dump.follow_environment()
+    record_graph(SWIGLU)
+    assert not journal.wants_text()
+    for folder in ("a", "b"):
+        (home,) = (tmp_path / folder).iterdir()
+        assert len(list(home.glob("*_before.py"))) == 1
+
+
+def run(program, *arguments):
+    return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, timeout=300)
+
+
+def test_reproductions_run_and_catch_an_error(tmp_path):
+    with moe_compile.debug(tmp_path) as dumper:
+        number = record_graph(*SPECS)
+    programs = sorted(dumper.path.glob(f"repro_{number:03}_*.py"))
+    assert len(programs) == len(SPECS)
+    for program, spec in zip(programs, SPECS, strict=True):
+        result = run(program, "9")
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert spec in result.stdout
+        assert "plan *:aten" in result.stdout
+    text = programs[0].read_text()
+    wrong = text.replace("PLAN\n).double()", "PLAN\n).double() * 1.001")
+    assert wrong != text
+    (tmp_path / "wrong.py").write_text(wrong)
+    result = run(tmp_path / "wrong.py")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "rms error 1.0" in result.stdout
+
+
+def test_a_real_compilation_is_dumped(tmp_path, monkeypatch):
+    """Through MOE_COMPILE_DUMP: the graphs are readable, and each block has its reproduction."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    monkeypatch.setenv("MOE_COMPILE_DUMP", str(tmp_path))
+    with torch.no_grad():
+        torch.compile(model, backend="moe", options={"moe.inner": "eager"})(torch.arange(5)[None], use_cache=False)
+    monkeypatch.delenv("MOE_COMPILE_DUMP")
+    dump.follow_environment()
+    (home,) = tmp_path.iterdir()
+    (before,), (after,) = home.glob("*_before.py"), home.glob("*_after.py")
+    assert "grouped_mm" in before.read_text()
+    assert "grouped_mm" not in after.read_text()
+    assert after.read_text().count("moe_compile.experts") == 2
+    programs = list(home.glob("repro_*.py"))
+    assert len(programs) == 2
+    result = run(programs[0])
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -26,7 +26,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from moe_compile.activation import Activation, evaluate
-from moe_compile.kernels import grouped
+from moe_compile.kernels import grouped, launch, sort
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.providers import triton_decode, triton_grouped
@@ -45,20 +45,20 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 }
 BANDWIDTH, PEAK = 4.8e12, 989e12  # datasheet bytes/s and dense bf16 FLOP/s of an H200
 
-# (SWAP, TMA, N, K, warps, stages) of one linear, by rows of a tile
+# (SWAP, TMA, N, K, warps, stages, GROUP_M = 32) of one linear, by rows of a tile
 STAGE_VARIANTS: dict[str, list[tuple[int, ...]]] = {
-    "fc1<=32": [(1, 1, 64, 64, 4, 4), (1, 1, 64, 128, 4, 3), (1, 0, 64, 64, 4, 4), (1, 0, 32, 128, 4, 4),
-                (0, 0, 64, 64, 4, 4), (1, 1, 64, 64, 4, 6)],
-    "fc1=64": [(1, 1, 64, 64, 4, 4), (0, 1, 64, 64, 4, 4), (0, 1, 128, 64, 4, 4), (1, 1, 128, 64, 8, 4),
-               (0, 0, 64, 64, 4, 4), (0, 1, 128, 64, 8, 4)],
-    "fc1=128": [(0, 1, 128, 64, 8, 4), (0, 1, 128, 64, 8, 3), (0, 1, 64, 64, 4, 4), (0, 0, 128, 64, 8, 3),
-                (1, 1, 128, 64, 8, 4), (0, 1, 64, 64, 8, 4)],
-    "fc2<=32": [(1, 1, 128, 64, 4, 4), (1, 1, 64, 128, 4, 4), (1, 1, 128, 128, 4, 3), (1, 0, 64, 128, 4, 4),
-                (0, 0, 128, 64, 4, 4), (1, 1, 64, 64, 4, 6)],
-    "fc2=64": [(1, 1, 128, 64, 4, 4), (0, 1, 128, 64, 4, 4), (0, 1, 256, 64, 4, 4), (0, 1, 256, 64, 8, 4),
-               (0, 0, 128, 64, 4, 4), (1, 1, 64, 128, 4, 4)],
-    "fc2=128": [(0, 1, 256, 64, 8, 3), (0, 1, 256, 64, 8, 4), (0, 1, 128, 64, 4, 4), (0, 1, 128, 64, 8, 4),
-                (0, 0, 256, 64, 8, 3), (1, 1, 128, 64, 8, 4)],
+    "fc1<=32": [(1, 0, 32, 128, 4, 4), (1, 0, 32, 128, 4, 5), (1, 0, 32, 128, 4, 3), (1, 0, 32, 256, 4, 3),
+                (1, 0, 64, 128, 4, 3), (1, 0, 64, 128, 8, 3), (1, 0, 64, 64, 4, 4), (1, 1, 64, 128, 4, 3)],
+    "fc1=64": [(0, 0, 64, 64, 4, 4), (1, 0, 64, 64, 4, 4), (0, 0, 64, 64, 4, 3), (0, 0, 64, 128, 4, 3),
+               (1, 0, 32, 128, 4, 3), (0, 0, 128, 64, 8, 3)],
+    "fc1=128": [(1, 1, 128, 64, 8, 4), (1, 1, 128, 64, 8, 4, 8), (1, 1, 128, 64, 8, 4, 128), (0, 1, 128, 64, 8, 4),
+                (0, 1, 128, 64, 8, 4, 8), (0, 1, 128, 64, 8, 4, 128)],
+    "fc2<=32": [(1, 0, 64, 128, 4, 4), (1, 0, 64, 256, 4, 3), (1, 0, 128, 128, 4, 3), (1, 0, 128, 64, 4, 4),
+                (1, 0, 64, 128, 4, 5), (1, 0, 64, 128, 4, 3), (1, 0, 128, 128, 8, 3), (1, 1, 128, 128, 4, 3)],
+    "fc2=64": [(0, 0, 128, 64, 4, 4), (0, 0, 128, 64, 4, 3), (0, 0, 128, 128, 4, 3), (1, 0, 64, 128, 4, 3),
+               (1, 0, 128, 64, 4, 4), (0, 1, 256, 64, 4, 4)],
+    "fc2=128": [(0, 1, 256, 64, 8, 4), (0, 1, 256, 64, 8, 4, 8), (0, 1, 256, 64, 8, 4, 128), (0, 1, 128, 64, 4, 4),
+                (0, 1, 128, 64, 4, 4, 8), (0, 1, 128, 64, 4, 3)],
 }  # fmt: skip
 
 
@@ -90,9 +90,7 @@ def torch_path(spec: ExpertsSpec, x, ids, weights, p: ExpertWeights) -> torch.Te
     """argsort, two torch._grouped_mm, activation in x's dtype, weighted sum."""
     order = ids.view(-1).argsort(stable=True)
     experts = ids.view(-1)[order]
-    ends = torch.bincount(experts, minlength=spec.E).cumsum(0).int() if False else torch.searchsorted(
-        experts, torch.arange(1, spec.E + 1, device=x.device)
-    ).int()  # fmt: skip
+    ends = torch.searchsorted(experts, torch.arange(1, spec.E + 1, device=x.device)).int()
     first = p.gate_up[0].transpose(1, 2) if spec.gate_up.storage == "EGH" else p.gate_up[0]
     down = p.down.transpose(1, 2) if spec.down == "EHI" else p.down
     h = torch._grouped_mm(x[order // spec.K], first, offs=ends)
@@ -142,17 +140,19 @@ def tactics_of(spec: ExpertsSpec, T: int, device: torch.device) -> list[tuple[An
 
 GROUPED, DECODE = triton_grouped.TritonGrouped(), triton_decode.TritonDecode()
 EXTRA_DECODE = [
-    f"N1={n1},K1={k1},N2={n2},K2={k2},W={w},PDL={pdl}"
-    for n1, k1, n2, k2, w, pdl in [
-        (1, 2048, 1, 1024, 4, 0), (1, 2048, 1, 1024, 4, 1), (2, 1024, 2, 1024, 4, 1), (2, 1024, 1, 256, 4, 1),
-        (4, 512, 4, 256, 4, 1), (1, 1024, 2, 512, 4, 1), (2, 2048, 2, 1024, 8, 1), (4, 1024, 4, 512, 4, 1),
-        (1, 1024, 1, 512, 2, 1), (2, 1024, 4, 512, 4, 1),
+    f"N1={n1},K1={k1},W1={w1},N2={n2},K2={k2},W2={w2},PDL={pdl}"
+    for n1, k1, w1, n2, k2, w2, pdl in [
+        (2, 1024, 4, 1, 1024, 4, 0), (2, 1024, 4, 1, 1024, 4, 1), (2, 1024, 4, 2, 1024, 8, 1), (2, 1024, 4, 2, 256, 4, 1),
+        (2, 1024, 4, 4, 256, 4, 1), (2, 1024, 4, 1, 512, 4, 1), (2, 2048, 8, 1, 1024, 4, 1), (1, 2048, 4, 1, 1024, 4, 1),
+        (4, 1024, 4, 1, 1024, 4, 1), (1, 1024, 4, 1, 1024, 4, 1), (4, 512, 4, 1, 1024, 4, 1), (2, 1024, 4, 1, 2048, 4, 1),
     ]
 ]  # fmt: skip
 EXTRA_DECODE_TRANSPOSED = [
-    f"N1={n1},K1={k1},N2={n2},K2={k2},W={w},PDL=1"
-    for n1, k1, n2, k2, w in [(16, 64, 32, 64, 4), (16, 128, 32, 128, 4), (32, 64, 64, 64, 4), (8, 128, 16, 128, 4),
-                              (32, 128, 64, 128, 8), (8, 64, 16, 64, 4)]
+    f"N1={n1},K1={k1},W1={w1},N2={n2},K2={k2},W2={w2},PDL=1"
+    for n1, k1, w1, n2, k2, w2 in [
+        (16, 64, 4, 32, 64, 4), (16, 128, 4, 32, 32, 4), (32, 64, 4, 64, 32, 4), (8, 128, 4, 16, 128, 4),
+        (32, 128, 8, 64, 64, 8), (8, 64, 4, 16, 64, 4), (32, 128, 4, 64, 16, 4), (16, 256, 8, 32, 64, 8),
+    ]
 ]  # fmt: skip
 
 
@@ -186,8 +186,9 @@ def compile_job(job: tuple[str, str, int, str, str]) -> str:
     from triton.runtime.driver import driver
 
     driver.set_active(NoDevice(90))
+    launch._compiled.clear()
     run = triton.runtime.jit.JITFunction.run
-    triton.runtime.jit.JITFunction.run = lambda self, *a, grid, warmup=False, **k: run(self, *a, grid=grid, warmup=True, **k)
+    triton.runtime.jit.JITFunction.run = lambda *a, warmup=False, **k: run(*a, warmup=True, **k)
     try:
         changes = json.loads(extra)
         spec = spec_of(name, **changes)
@@ -226,9 +227,6 @@ def compile_all(jobs: list[tuple[str, str, int, str, str]]) -> set[tuple[str, st
 class Timer:
     """Medians of interleaved graph replays, in us for each layer."""
 
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-
     def capture(self, calls: list[Any]) -> Any:
         for call in calls:
             call()
@@ -240,7 +238,8 @@ class Timer:
         return graph
 
     def medians(self, variants: dict[str, list[Any]], rounds: int = 20) -> dict[str, tuple[float, float]]:
-        """{name: (median us a call, relative spread of the middle half)}; variants that fail are reported and left out."""
+        """{name: (median us a call, relative spread of the middle half)}; what fails is reported and left out."""
+        self.pool = torch.cuda.graph_pool_handle()  # a pool ends with the last of its graphs
         graphs: dict[str, tuple[Any, int]] = {}
         for name, calls in variants.items():
             try:
@@ -286,6 +285,14 @@ def stage(kind: str, spec: ExpertsSpec, M: int, variant: tuple[int, ...], x: tor
     return lambda: grouped.fc2(a, p.down, p.down_bias, schedule, k_major=spec.down == "EHI", tile=tile)
 
 
+def sort_with(fused_routes: int, *args: Any) -> Any:
+    kept, sort.FUSED_ROUTES = sort.FUSED_ROUTES, fused_routes
+    try:
+        return sort.sort_routes(*args)
+    finally:
+        sort.FUSED_ROUTES = kept
+
+
 def blocks_for(spec: ExpertsSpec, T: int) -> list[int]:
     rows = T * spec.K / triton_grouped.active_experts(spec, T)
     return [m for m in (16, 32, 64, 128) if m <= max(16, 4 * rows) and m >= min(64, rows / 2)]
@@ -303,6 +310,8 @@ def time_stages(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeigh
         for M in blocks_for(spec, T):
             plans = [sort_routes(ids, spec.E, M) for _, ids, _ in inputs]
             calls[f"sort M={M}"] = [lambda i=i, M=M: sort_routes(i[1], spec.E, M) for i in inputs]
+            calls[f"sort M={M} fused"] = [lambda i=i, M=M: sort_with(1 << 20, i[1], spec.E, M) for i in inputs]
+            calls[f"sort M={M} three launches"] = [lambda i=i, M=M: sort_with(0, i[1], spec.E, M) for i in inputs]
             for kind in ("fc1", "fc2"):
                 for v in variants_for(kind, M):
                     if (kind, name, M, " ".join(map(str, v)), "{}") not in skip:
@@ -345,8 +354,9 @@ def time_totals(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeigh
         us = timer.medians(calls)
         limit = statistics.mean(limit_us(spec, i[1]) for i in inputs)
         ranked = sorted((v[0], k) for k, v in us.items())
-        print(f"{name} T={T} limit {limit:.1f}: grouped_mm {us['torch._grouped_mm'][0]:.1f}; best {ranked[0][0]:.1f} "
-              f"({ranked[0][0] / limit:.2f}x) {ranked[0][1]}; default {us[next(iter(calls))][0]:.1f}", flush=True)  # fmt: skip
+        base, default, (best, which) = us["torch._grouped_mm"][0], us[next(iter(calls))][0], ranked[0]
+        print(f"{name} T={T} limit {limit:.1f}: grouped_mm {base:.1f}; best {best:.1f} ({best / limit:.2f}x) {which}; "
+              f"default {default:.1f}", flush=True)  # fmt: skip
         for u, k in ranked[1:6]:
             print(f"    {u:.1f} {k}", flush=True)
         rows.append({
@@ -383,8 +393,8 @@ def check(names: list[str]) -> list[Any]:
                                  "max": top, "torch_rms": base and base[0], "bitwise": again, "ok": good})  # fmt: skip
                     if not good:
                         print("BAD", rows[-1], flush=True)
-                print(f"check {name} {x} T={T}: worst rms {max(r['rms'] for r in rows if (r['geometry'], r['x'], r['T']) == (name, x, T)):.2e}"
-                      f" torch {base[0] if base else float('nan'):.2e}", flush=True)  # fmt: skip
+                worst = max(r["rms"] for r in rows if (r["geometry"], r["x"], r["T"]) == (name, x, T))
+                print(f"check {name} {x} T={T}: worst rms {worst:.2e}, torch {base and base[0]}", flush=True)
             # sentinels: dropped routes read nothing, a token without routes is exactly zero; graph replay = eager
             T = 40
             hidden, ids, weights = tokens_of(spec, T)
@@ -401,7 +411,8 @@ def check(names: list[str]) -> list[Any]:
                     replayed = run(hidden, ids, weights, p)
                 graph.replay()
                 good = bool(eager.isfinite().all()) and not eager[7].any() and torch.equal(eager, replayed)
-                rows.append({"geometry": name, "x": x, "T": T, "tactic": f"sentinels {provider.name}({tactic})", "ok": good})
+                case = f"sentinels {provider.name}({tactic})"
+                rows.append({"geometry": name, "x": x, "T": T, "tactic": case, "rms": 0.0, "ok": good})
                 if not good:
                     print("BAD", rows[-1], flush=True)
     big = spec_of("qwen3_30b")

@@ -114,7 +114,9 @@ def _table() -> dict[str, Pointwise]:
         "add": Pointwise(2, lambda a, b: a + b, lambda a, b: (const(1), const(1)), commutes=True),
         "sub": Pointwise(2, lambda a, b: a - b, lambda a, b: (const(1), const(-1))),
         "mul": Pointwise(2, lambda a, b: a * b, lambda a, b: (b, a), commutes=True),
-        "div": Pointwise(2, lambda a, b: a / b, lambda a, b: (_e("div", 1, b), _e("neg", _e("div", a, _e("mul", b, b))))),
+        "div": Pointwise(
+            2, lambda a, b: a / b, lambda a, b: (_e("div", 1, b), _e("neg", _e("div", a, _e("mul", b, b))))
+        ),
         "pow": Pointwise(
             2,
             lambda a, b: a**b,
@@ -298,7 +300,7 @@ _TOKEN = re.compile(r"[A-Za-z_]\w*|[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)|[(),
 @lru_cache(1024)
 def parse_expr(text: str) -> Expr:
     """The expression that `str` printed as `text`, in normal form. ValueError names what can't be read."""
-    tokens = _TOKEN.findall(text)
+    tokens: list[str] = _TOKEN.findall(text)
     if "".join(tokens) != text:
         raise ValueError(f"activation {text!r}: not an expression of {', '.join(pointwise_table())}")
     position = 0

@@ -103,9 +103,7 @@ def _transform(gm: torch.fx.GraphModule, options: Options) -> bool:
                 nodes=nodes, router_why=why,
             )
         )  # fmt: skip
-        journal.record(
-            Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan))
-        )
+        journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
         stage("lower", _lower, gm, region, str(planning.plan), fused)
     if found.regions:
         stage("lower", _finish, gm)

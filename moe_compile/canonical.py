@@ -21,7 +21,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Call:
-    """`op` with its arguments by name; arguments that the node leaves out are absent. `mutates`: the argument written."""
+    """`op` with its arguments by name (those left out are absent). `mutates`: the argument written."""
 
     op: str
     args: dict[str, Any] = field(hash=False)
@@ -256,8 +256,9 @@ def _bind(spelling: _Spelling, args: Iterable[Any], kwargs: dict[str, Any]) -> d
             positional = []
             if name in kwargs or not rest:
                 continue
-            bound[name] = tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)) else (
-                tuple(rest))
+            bound[name] = (
+                tuple(rest[0]) if len(rest) == 1 and isinstance(rest[0], (tuple, list, torch.Size)) else (tuple(rest))
+            )
             continue
         if positional:
             bound[name] = positional.pop(0)
@@ -284,7 +285,9 @@ def mutated_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
     if node.op not in ("call_function", "call_method", "call_module"):
         return ()
     out = node.kwargs.get("out")
-    written: list[Any] = [out] if isinstance(out, torch.fx.Node) else list(out) if isinstance(out, (tuple, list)) else []
+    written: list[Any] = (
+        [out] if isinstance(out, torch.fx.Node) else list(out) if isinstance(out, (tuple, list)) else []
+    )
     if node.kwargs.get("inplace") is True and node.args:
         written.append(node.args[0])
     target: Any = node.target
@@ -301,7 +304,11 @@ def mutated_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
         return tuple(written)
     if node.op == "call_function" and _is_torch_function(target):
         name = getattr(target, "__name__", "")
-        return (node.args[0], *written) if name.endswith("_") and not name.startswith("_") and node.args else tuple(written)
+        return (
+            (node.args[0], *written)
+            if name.endswith("_") and not name.startswith("_") and node.args
+            else tuple(written)
+        )
     return tuple(node.all_input_nodes)
 
 
@@ -311,5 +318,16 @@ def _is_torch_function(target: Callable[..., Any]) -> bool:
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
     builtin = getattr(torch, getattr(target, "__name__", ""), None) is target
-    return builtin or module in ("torch", "torch._C._nn", "torch.nn.functional", "torch.functional", "math", "_operator",
-                                 "builtins", "torch._C", "torch.special", "torch._C._linalg", "torch._C._fft")
+    return builtin or module in (
+        "torch",
+        "torch._C._nn",
+        "torch.nn.functional",
+        "torch.functional",
+        "math",
+        "_operator",
+        "builtins",
+        "torch._C",
+        "torch.special",
+        "torch._C._linalg",
+        "torch._C._fft",
+    )

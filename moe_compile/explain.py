@@ -151,12 +151,12 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
     target = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
     if isinstance(target, torch.nn.Module):
         target = target._call_impl  # past `_compiled_call_impl`, which module.compile() sets
-    # Where torch has it (after 2.11), our recompilations don't count against the user's limit.
-    own_cache = (
-        {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
-    )
+    own_cache: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        own_cache["isolate_recompiles"] = True  # else this compilation counts against the model's recompile limit
+    compiled: Any = torch.compile(target, backend=moe, **own_cache)
     with journal.capture() as events:
-        torch.compile(target, backend=moe, **own_cache)(*args, **kwargs)
+        compiled(*args, **kwargs)
     return Report.from_events(events)
 
 
@@ -184,7 +184,11 @@ def _region_lines(same: list[Region]) -> list[str]:
     graphs = len({r.graph for r in same})
     spread = f" in {graphs} graphs" if graphs > 1 else ""
     lines = [f"{_places(r.where.module for r in same)}: {_count(len(same), 'block')}{spread}"]
-    lines.append(f"  spec        {first.spec.experts}")
+    e = first.spec.experts
+    lines.append(
+        f"  computes    {e.K} of {e.E} experts a token, {e.H} -> {e.I} -> {e.H}, {e.act.name}, weights in {e.x}"
+    )
+    lines.append(f"  spec        {e}")
     if first.spec.router:
         lines.append(f"              {first.spec.router}")
     if first.router_why:

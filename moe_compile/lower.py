@@ -78,7 +78,7 @@ def _sizes(emit: Any, shape: Any, sources: tuple[torch.fx.Node, ...]) -> list[An
 
 
 def _interior(graph: torch.fx.Graph, region: Any) -> list[torch.fx.Node]:
-    """The region's nodes in program order: from the root back to its leaves, the router's, and the writes among them."""
+    """The region's nodes in program order: from the root back to its leaves, the router's, the writes among them."""
     leaves = {leaf.attr.node for leaf in region.match.leaves}
     inside: set[torch.fx.Node] = set(region.router.nodes if region.router else ())
     todo = [region.root]

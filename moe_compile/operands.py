@@ -52,6 +52,8 @@ def halves(spec: ExpertsSpec, x: torch.Tensor, dim: int = -1) -> tuple[torch.Ten
 
     Two separate tensors count as gate_up here: what they produce is laid side by side, gate first.
     """
+    import torch
+
     match spec.gate_up.halves:
         case "up":
             return None, x
@@ -60,7 +62,7 @@ def halves(spec: ExpertsSpec, x: torch.Tensor, dim: int = -1) -> tuple[torch.Ten
         case "up_gate":
             return x.narrow(dim, spec.I, spec.I), x.narrow(dim, 0, spec.I)
         case interleaved:
-            first, second = x.unflatten(dim, (spec.I, 2)).unbind(dim if dim < 0 else dim + 1)
+            first, second = torch.unflatten(x, dim, (spec.I, 2)).unbind(dim if dim < 0 else dim + 1)
             return (first, second) if interleaved == "gate_up_interleaved" else (second, first)
 
 

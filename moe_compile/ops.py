@@ -22,15 +22,18 @@ from .providers import Candidate, Launcher, Plan, launcher
 from .providers.aten_backward import backward as _aten_backward
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
-_LIB = torch.library.Library("moe_compile", "DEF")
+_LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPERANDS = (
     "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor down, Tensor[] gate_up_bias, "
     "Tensor? down_bias, str spec"
 )
-_LIB.define(f"experts({_OPERANDS}, str plan) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
-_LIB.define(f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]", tags=torch.Tag.pt2_compliant_tag)
-_LIB.define("route(Tensor logits, Tensor? bias, str spec) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag)
-_LIB.define("route_backward(Tensor grad, Tensor logits, Tensor ids, str spec) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
+for _schema in (
+    f"experts({_OPERANDS}, str plan) -> Tensor",
+    f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]",
+    "route(Tensor logits, Tensor? bias, str spec) -> (Tensor, Tensor)",
+    "route_backward(Tensor grad, Tensor logits, Tensor ids, str spec) -> Tensor",
+):
+    _LIB.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 
 
 class _Call:
@@ -156,8 +159,8 @@ def _route(logits: Tensor, bias: Tensor | None, spec: str) -> tuple[Tensor, Tens
 
 def _check_route(spec: RouterSpec, logits: Tensor, bias: Tensor | None) -> None:
     if logits.dim() != 2 or logits.shape[1] != spec.E or logits.dtype != torch_dtype(spec.logits):
-        got = f"{logits.dtype} {list(logits.shape)}"
-        raise ValueError(f"moe_compile::route: logits is {got}, expected {torch_dtype(spec.logits)} [T, {spec.E}] for {spec}")
+        got, expected = f"{logits.dtype} {list(logits.shape)}", f"{torch_dtype(spec.logits)} [T, {spec.E}]"
+        raise ValueError(f"moe_compile::route: logits is {got}, expected {expected} for {spec}")
     if (bias is not None) != spec.bias or (bias is not None and bias.shape != (spec.E,)):
         got = "None" if bias is None else str(list(bias.shape))
         raise ValueError(f"moe_compile::route: bias is {got}, expected {[spec.E] if spec.bias else None} for {spec}")

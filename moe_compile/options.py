@@ -99,7 +99,7 @@ _WORDS = {"1": True, "true": True, "0": False, "false": False}
 
 def _read(field: dataclasses.Field[Any], raw: Any, what: str) -> Any:
     """`raw` as the field's type: itself, or the text of it (environment and JSON hold text)."""
-    kind = type(field.default)
+    kind: type = type(field.default)
     if kind is bool:
         if isinstance(raw, bool):
             return raw

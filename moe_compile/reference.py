@@ -106,7 +106,7 @@ def route(
 def _best_groups(spec: RouterSpec, choice_TE: torch.Tensor) -> torch.Tensor:
     """choice_TE with the experts outside the best `top_groups` groups set to `group_fill`."""
     size = spec.E // spec.groups
-    grouped_TGe = choice_TE.unflatten(-1, (spec.groups, size))
+    grouped_TGe = torch.unflatten(choice_TE, -1, (spec.groups, size))
     if spec.group_score == "max":
         scores_TG = grouped_TGe.max(dim=-1).values
     else:

@@ -4,7 +4,8 @@ Every spelling of a block that recognition proves becomes one of these, and ever
 Specs are pure, frozen, hashable, and print on one line that `parse` takes back; the line is an argument of the
 operators and the key of plans and of the tuning cache.
 
-    experts(E=128 K=8 H=2048 I=768 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=bf16 w=f32 out=bf16)
+    experts(E=128 K=8 H=2048 I=768 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=bf16 w=f32
+            out=bf16)
     router(E=128 K=8 score=softmax.f32 renorm=sum eps=0 scale=1 logits=bf16 out=bf16)
 
 Meaning of the experts, for token t (T of them), slot k, e = ids_TK[t, k], w = weights_TK[t, k] (accumulated in fp32
@@ -23,7 +24,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from .activation import Activation
 
@@ -48,7 +49,7 @@ def torch_dtype(short: str) -> Any:
 
 
 def short_dtype(dtype: Any) -> str | None:
-    """"bf16" of torch.bfloat16; None where a spec can't hold the dtype."""
+    """The short name of a torch dtype ("bf16"); None where a spec can't hold it."""
     return _SHORT.get(str(dtype).removeprefix("torch."))
 
 
@@ -93,7 +94,7 @@ class ExpertsSpec:
     E: int
     K: int
     H: int
-    I: int  # noqa: E741  (the field's name for it)
+    I: int
     act: Activation
     gate_up: Layout = Layout()
     down: str = "EHI"
@@ -113,7 +114,7 @@ class ExpertsSpec:
         for field in ("x", "w", "out"):
             _check("ExpertsSpec", field, getattr(self, field), DTYPES)
         if self.act.gated == (self.gate_up.halves == "up"):
-            raise ValueError(f"ExpertsSpec: act={self.act} and gate_up={self.gate_up} disagree on whether there is a gate")
+            raise ValueError(f"ExpertsSpec: act={self.act} and gate_up={self.gate_up} disagree: is there a gate?")
 
     @property
     def gated(self) -> bool:
@@ -144,7 +145,8 @@ class ExpertsSpec:
 
     @classmethod
     def parse(cls, text: str) -> ExpertsSpec:
-        return _parse(cls, "experts", text)
+        spec: ExpertsSpec = _parse("experts", text)
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,8 @@ class RouterSpec:
         if not 1 <= self.K <= self.E:
             raise ValueError(f"RouterSpec: K={self.K} must be in 1..E={self.E}")
         if self.groups < 1 or self.E % self.groups or not 1 <= self.top_groups <= self.groups:
-            raise ValueError(f"RouterSpec: groups={self.groups} must divide E={self.E}, top_groups={self.top_groups} fit")
+            sizes = f"groups={self.groups} must divide E={self.E}, top_groups={self.top_groups} be in 1..groups"
+            raise ValueError(f"RouterSpec: {sizes}")
         if (self.groups > 1) != (self.group_score != "none"):
             raise ValueError(f"RouterSpec: groups={self.groups} and group_score={self.group_score} disagree")
 
@@ -195,7 +198,8 @@ class RouterSpec:
 
     @classmethod
     def parse(cls, text: str) -> RouterSpec:
-        return _parse(cls, "router", text)
+        spec: RouterSpec = _parse("router", text)
+        return spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,11 +230,9 @@ def _print(head: str, spec: Any) -> str:
     return f"{head}({' '.join(parts)})"
 
 
-_Spec = TypeVar("_Spec", ExpertsSpec, RouterSpec)
-
-
 @lru_cache(4096)
-def _parse(cls: type[_Spec], head: str, text: str) -> _Spec:
+def _parse(head: str, text: str) -> Any:
+    cls: Any = {"experts": ExpertsSpec, "router": RouterSpec}[head]
     if not (text.startswith(head + "(") and text.endswith(")")):
         raise ValueError(f"{cls.__name__}: {text!r} is not '{head}(key=value ...)'")
     fields = {f.name: f for f in dataclasses.fields(cls)}

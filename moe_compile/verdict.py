@@ -40,3 +40,11 @@ class Reject:
 
 OK = Ok()
 Verdict = Ok | Reject
+
+
+class Unproved(Exception):
+    """Carries a Reject out of nested readers of one proof; caught where the proof was begun."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.verdict = Reject(reason, detail)

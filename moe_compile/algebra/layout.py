@@ -3,7 +3,7 @@
 A dim is an ordered list of atoms, most significant first (none: size 1). An atom is a plain axis, or `Ord`: the routes
 numbered by some digits, in the order of a sort. Reshapes regroup atoms, permutations move dims, slices and gathers
 substitute indices into the term; nothing here guesses from sizes which role a dim plays, sizes only decide whether a
-regrouping is exact. What can't be said exactly is a `Reject`, and the caller makes the node a leaf.
+regrouping is exact. What can't be said exactly raises `Unproved`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..verdict import Reject
+from ..verdict import Unproved
 from .terms import (
     ZERO,
     Affine,
@@ -30,7 +30,7 @@ from .terms import (
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A sort of a flat vector. `key` is the sorted value as count-like term (bound over the digits); identity is equality."""
+    """A sort of a flat vector. `key`: the multiset of sorted values, as a term. Identity is equality."""
 
     name: str
     key: Term
@@ -104,7 +104,7 @@ def refresh(terms: Terms, v: Val) -> Val:
     )
 
 
-def reshape(terms: Terms, v: Val, sizes: Sequence[Size]) -> Val | Reject:
+def reshape(terms: Terms, v: Val, sizes: Sequence[Size]) -> Val:
     """Row-major regrouping into dims of `sizes`; a plain axis may be split exactly, a sorted one may not."""
     atoms = [a for d in v.dims for a in d]
     split: dict[Axis, tuple[Axis, ...]] = {}
@@ -116,7 +116,7 @@ def reshape(terms: Terms, v: Val, sizes: Sequence[Size]) -> Val | Reject:
         left = n
         while left != 1:
             if position == len(atoms):
-                return Reject("reshape does not factor", f"{v.sizes} into {tuple(sizes)}")
+                raise Unproved("reshape does not factor", f"{v.sizes} into {tuple(sizes)}")
             atom = atoms[position]
             rest = divide(left, atom.size)
             if rest is not None:
@@ -125,8 +125,10 @@ def reshape(terms: Terms, v: Val, sizes: Sequence[Size]) -> Val | Reject:
                 continue
             inner = divide(atom.size, left)
             if inner is None or isinstance(atom, Ord):
-                return Reject("reshape splits routes in sorted order" if isinstance(atom, Ord) else
-                              "reshape does not factor", f"{v.sizes} into {tuple(sizes)}")
+                raise Unproved(
+                    "reshape splits routes in sorted order" if isinstance(atom, Ord) else "reshape does not factor",
+                    f"{v.sizes} into {tuple(sizes)}",
+                )
             high, low = Axis(left), Axis(inner)
             mapping[atom] = axis_index(high).scaled(inner) + axis_index(low)
             split[atom] = (high, low)
@@ -134,7 +136,7 @@ def reshape(terms: Terms, v: Val, sizes: Sequence[Size]) -> Val | Reject:
             atoms[position], left = low, 1
         dims.append(tuple(dim))
     if position != len(atoms):
-        return Reject("reshape does not factor", f"{v.sizes} into {tuple(sizes)}")
+        raise Unproved("reshape does not factor", f"{v.sizes} into {tuple(sizes)}")
     if not mapping:
         return Val(tuple(dims), v.term, v.dtype)
     return Val(tuple(dims), terms.substitute(v.term, _chain(terms, mapping)), v.dtype)
@@ -148,9 +150,7 @@ def _chain(terms: Terms, mapping: dict[Axis, Affine]) -> dict[Axis, Affine]:
     return out
 
 
-def _unify_dim(
-    terms: Terms, a: Dim, b: Dim, map_a: dict[Axis, Affine], map_b: dict[Axis, Affine]
-) -> Dim | Reject:
+def _unify_dim(terms: Terms, a: Dim, b: Dim, map_a: dict[Axis, Affine], map_b: dict[Axis, Affine]) -> Dim:
     """One dim that both `a` and `b` become, recording what their axes turn into."""
     if a == b:
         return a
@@ -158,18 +158,19 @@ def _unify_dim(
     if ord_a or ord_b:
         if len(a) == len(b) == 1 and ord_a and ord_b:
             x, y = a[0], b[0]
-            assert isinstance(x, Ord) and isinstance(y, Ord)
+            assert isinstance(x, Ord)
+            assert isinstance(y, Ord)
             if x.order is not y.order:
-                return Reject("rows in two different sorted orders", f"{x.order.name} and {y.order.name}")
+                raise Unproved("rows in two different sorted orders", f"{x.order.name} and {y.order.name}")
             digits = _unify_dim(terms, x.axes, y.axes, map_a, map_b)
-            return digits if isinstance(digits, Reject) else (Ord(x.order, digits),)  # type: ignore[arg-type]
+            return (Ord(x.order, tuple(d for d in digits if isinstance(d, Axis))),)
         sorted_, plain, target = (a, b, map_b) if ord_a else (b, a, map_a)
         if len(sorted_) != 1 or len(plain) != 1 or isinstance(plain[0], Ord):
-            return Reject("sorted rows against unsorted rows")
+            raise Unproved("sorted rows against unsorted rows")
         o = sorted_[0]
         assert isinstance(o, Ord)
         if o.size != plain[0].size:
-            return Reject("sizes differ", f"{o.size} and {plain[0].size}")
+            raise Unproved("sizes differ", f"{o.size} and {plain[0].size}")
         target[plain[0]] = Affine(0, ((position(terms, o), 1),))
         return sorted_
     out: list[Atom] = []
@@ -177,7 +178,8 @@ def _unify_dim(
     i = j = 0
     while i < len(left) and j < len(right):
         x, y = left[i], right[j]
-        assert isinstance(x, Axis) and isinstance(y, Axis)
+        assert isinstance(x, Axis)
+        assert isinstance(y, Axis)
         if x.size == y.size:
             map_b[y] = axis_index(x)
             out.append(x)
@@ -187,7 +189,7 @@ def _unify_dim(
         if not big_is_x:
             inner = divide(y.size, x.size)
             if inner is None:
-                return Reject("sizes do not factor", f"{x.size} and {y.size}")
+                raise Unproved("sizes do not factor", f"{x.size} and {y.size}")
         low = Axis(inner)
         if big_is_x:
             high = Axis(y.size)
@@ -201,7 +203,7 @@ def _unify_dim(
             right[j], i = low, i + 1
         out.append(high)
     if i < len(left) or j < len(right):
-        return Reject("sizes differ", f"{dim_size(a)} and {dim_size(b)}")
+        raise Unproved("sizes differ", f"{dim_size(a)} and {dim_size(b)}")
     return tuple(out)
 
 
@@ -209,7 +211,7 @@ def _apply(terms: Terms, term: Term, mapping: dict[Axis, Affine]) -> Term:
     return terms.substitute(term, _chain(terms, mapping)) if mapping else term
 
 
-def broadcast(terms: Terms, vals: Sequence[Val]) -> tuple[tuple[Dim, ...], list[Term]] | Reject:
+def broadcast(terms: Terms, vals: Sequence[Val]) -> tuple[tuple[Dim, ...], list[Term]]:
     """The common dims of `vals` under broadcasting, and each one's term over them."""
     dims, done = vals[0].dims, [vals[0].term]
     for v in vals[1:]:
@@ -230,8 +232,6 @@ def broadcast(terms: Terms, vals: Sequence[Val]) -> tuple[tuple[Dim, ...], list[
                 out.append(a or b)
                 continue
             got = _unify_dim(terms, a, b, map_a, map_b)
-            if isinstance(got, Reject):
-                return got
             out.append(got)
         done = [_apply(terms, t, map_a) for t in done]
         done.append(_apply(terms, v.term, map_b))
@@ -243,7 +243,7 @@ def _dim_axes(d: Dim) -> list[Axis]:
     return [x for a in d for x in (a.axes if isinstance(a, Ord) else (a,))]
 
 
-def match_dims(terms: Terms, v: Val, dims: Sequence[Dim]) -> tuple[tuple[Dim, ...], Term, dict[Axis, Affine]] | Reject:
+def match_dims(terms: Terms, v: Val, dims: Sequence[Dim]) -> tuple[tuple[Dim, ...], Term, dict[Axis, Affine]]:
     """Rename `v` (which shares no axis with `dims`) so that its dims are `dims`; also what to substitute in `dims`."""
     map_a: dict[Axis, Affine] = {}
     map_b: dict[Axis, Affine] = {}
@@ -253,10 +253,8 @@ def match_dims(terms: Terms, v: Val, dims: Sequence[Dim]) -> tuple[tuple[Dim, ..
             out.append(())
             continue
         if not a or not b:
-            return Reject("sizes differ", f"{dim_size(a)} and {dim_size(b)}")
+            raise Unproved("sizes differ", f"{dim_size(a)} and {dim_size(b)}")
         got = _unify_dim(terms, a, b, map_a, map_b)
-        if isinstance(got, Reject):
-            return got
         out.append(got)
     return tuple(out), _apply(terms, v.term, map_b), _chain(terms, map_a)
 
@@ -271,7 +269,7 @@ def position(terms: Terms, rows: Ord) -> Term:
     return terms.make("pos", index=(number_of(rows.axes),), attr=rows.order, dtype="int")
 
 
-def decode(terms: Terms, index: Affine, dim: Dim) -> dict[Axis, Affine] | Reject:
+def decode(terms: Terms, index: Affine, dim: Dim) -> dict[Axis, Affine]:
     """What a dim's axes are where it is read at `index`.
 
     A lone plain axis takes any index, data included. Several are decoded as a mixed radix. A sorted dim is read only at
@@ -282,47 +280,43 @@ def decode(terms: Terms, index: Affine, dim: Dim) -> dict[Axis, Affine] | Reject
     if len(dim) == 1 and isinstance(dim[0], Ord):
         base = index.single
         if not isinstance(base, Term) or base.op != "pos":
-            return Reject("sorted rows are read at an index that is not a route's position", repr(index))
+            raise Unproved("sorted rows are read at an index that is not a route's position", repr(index))
         if base.attr is not dim[0].order:
-            return Reject("a different permutation on the way back", f"{base.attr.name} and {dim[0].order.name}")
+            raise Unproved("a different permutation on the way back", f"{base.attr.name} and {dim[0].order.name}")
         return decode(terms, base.index[0], dim[0].axes)
     out: dict[Axis, Affine] = {}
     rest = index
     for a in reversed(dim[1:]):
         if isinstance(a, Ord):
-            return Reject("an index into a dim that is only partly sorted")
+            raise Unproved("an index into a dim that is only partly sorted")
         parts = divmod_affine(rest, a.size)
         if parts is None:
-            return Reject("an index that can't be split into digits", f"{index} by {a.size}")
+            raise Unproved("an index that can't be split into digits", f"{index} by {a.size}")
         rest, out[a] = parts
     if isinstance(dim[0], Ord):
-        return Reject("an index into a dim that is only partly sorted")
+        raise Unproved("an index into a dim that is only partly sorted")
     out[dim[0]] = rest
     return out
 
 
-def sliced(terms: Terms, v: Val, d: int, start: int, length: Size, step: int = 1) -> Val | Reject:
+def sliced(terms: Terms, v: Val, d: int, start: int, length: Size, step: int = 1) -> Val:
     """v[..., start : start + length * step : step] along dim d."""
     if start == 0 and step == 1 and length == dim_size(v.dims[d]):
         return v
     axis = Axis(length)
     index = axis_index(axis).scaled(step) + Affine.of(start) if length != 1 else Affine.of(start)
     got = decode(terms, index, v.dims[d])
-    if isinstance(got, Reject):
-        return got
     dim: Dim = (axis,) if length != 1 else ()
     return Val((*v.dims[:d], dim, *v.dims[d + 1 :]), terms.substitute(v.term, got), v.dtype)
 
 
-def taken(terms: Terms, v: Val, d: int, index: Val) -> Val | Reject:
+def taken(terms: Terms, v: Val, d: int, index: Val) -> Val:
     """v indexed along dim d by a tensor: the index's dims stand where dim d stood."""
     if not set(index.axes()).isdisjoint(v.axes()):
         index = refresh(terms, index)
     dim = v.dims[d]
     index = _split_for(terms, index, dim[0].axes if len(dim) == 1 and isinstance(dim[0], Ord) else dim)
     got = decode(terms, terms.value(index.term), v.dims[d])
-    if isinstance(got, Reject):
-        return got
     return Val((*v.dims[:d], *index.dims, *v.dims[d + 1 :]), terms.substitute(v.term, got), v.dtype)
 
 

@@ -1,8 +1,8 @@
 """Terms: what one element of a tensor is, as a function of axes. Pure values, hash-consed, no torch.
 
-An `Axis` is a binder with a size. An `Affine` is an integer: const + sum of coefficient * (axis or integer-valued term).
-A `Term` is a node; two equal terms are one object (per `Terms` table), so equality is identity. Bound axes are pooled by
-nesting depth, which makes alpha-equal terms identical.
+An `Axis` is a binder with a size. An `Affine` is an integer: const + sum of coefficient * (axis or integer term).
+A `Term` is a node; two equal terms are one object (per `Terms` table), so equality is identity. Bound axes are pooled
+by nesting depth, which makes alpha-equal terms identical.
 
     leaf(node, version)[i, j]     an element of a graph node's tensor, as it was at that version of its storage
     int(affine)                   an integer known exactly
@@ -148,9 +148,7 @@ def below(a: Affine, n: Size) -> bool:
             return False
         return a.const + sum(c * (b.size - 1) for b, c in rest) < n
     for b, c in rest:
-        if c == span:
-            span = times(c, b.size)
-        elif type(c) is int and type(span) is int and c > span:
+        if c == span or (type(c) is int and type(span) is int and c > span):
             span = times(c, b.size)
         else:
             return False
@@ -182,8 +180,9 @@ def divmod_affine(a: Affine, n: Size) -> tuple[Affine, Affine] | None:
 
 
 class Term:
-    """A hash-consed node; make them through `Terms`. `free`: free axes. `depth`: nesting of binders. `size`: nodes below.
+    """A hash-consed node; make them through `Terms`.
 
+    `free`: free axes. `depth`: nesting of binders. `size`: nodes below, counted with repetition.
     `routed`: whether it depends on a data-dependent index (expert ids). `dots`: whether a routed dot is inside.
     """
 
@@ -254,7 +253,12 @@ class Terms:
         return self._pool[key]
 
     def bind(
-        self, op: str, axes: tuple[Axis, ...], args: tuple[Term, ...], index: tuple[Affine, ...] = (), attr: Any = None,
+        self,
+        op: str,
+        axes: tuple[Axis, ...],
+        args: tuple[Term, ...],
+        index: tuple[Affine, ...] = (),
+        attr: Any = None,
         dtype: Any = None,
     ) -> Term:
         """`op` with `axes` bound in `args` (not in `index`), renamed to pooled axes."""

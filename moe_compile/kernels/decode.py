@@ -1,4 +1,4 @@
-"""The experts of a few tokens in two launches, without sorting: every program streams weight rows for one route or token.
+"""The experts of a few tokens in two launches, without sorting: a program streams weight rows for one route or token.
 
 In: x_TH, ids_TK, weights_TK, expert tensors in their native layout (strides are read, nothing is copied).
   up    act_RI[r] = cast(act(gate, up), x)  for route r = t * K + k, from x[t] and the rows of expert ids[t, k]
@@ -21,23 +21,28 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped import gate_and_up
+from .launch import launch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Block sizes: weight rows (of I, of H) and columns that a program holds at a time, and warps; PDL overlaps the two."""
+    """Block sizes: weight rows (of I, of H) and columns that a program holds at a time (`down`: of each slot), warps.
+
+    PDL (Hopper): the second launch overlaps the end of the first.
+    """
 
     UP_N: int
     UP_K: int
     DOWN_N: int
     DOWN_K: int
-    warps: int = 4
+    UP_warps: int = 4
+    DOWN_warps: int = 4
     PDL: int = 0
 
 
 @triton.jit(do_not_specialize=["R"])
 def _up_kernel(
-    x_ptr, ids_ptr, route_weight_ptr, w_ptr, v_ptr, bias_ptr, bias2_ptr, act_ptr, R, stride_xt,
+    x_ptr, ids_ptr, route_weight_ptr, w_ptr, v_ptr, bias_ptr, bias2_ptr, act_ptr, stride_xt, R,
     stride_xh: tl.constexpr, stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
     stride_be: tl.constexpr, V_ROW: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr,
     I: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -96,40 +101,39 @@ def _up_kernel(
 def _down_kernel(
     act_ptr, ids_ptr, route_weight_ptr, w_ptr, bias_ptr, out_ptr, T,
     stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr,
-    E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    BIAS: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+    E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
+    PDL: tl.constexpr, S_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
 ):  # fmt: skip
-    """H rows n0.. of one token: every slot's products meet in one accumulator, in slot order."""
+    """H rows n0.. of one token: tiles [S_ slots, N_, K_], so that the weights of all slots are in flight at once."""
     t = tl.program_id(0) % T
     n, k = tl.program_id(0) // T * N_ + tl.arange(0, N_), tl.arange(0, K_)
-    offset = n.to(tl.int64)[:, None] * stride_wn + k[None, :] * stride_wk
-    acc = tl.zeros((N_, K_), tl.float32)
-    bias = tl.zeros((N_,), tl.float32)
-    if PDL:  # the first tile's weights are on their way while the first kernel ends
-        e = tl.load(ids_ptr + t * CHOICES)
-        inside = (n < tl.where((e >= 0) & (e < E), H, 0))[:, None] & (k < I)[None, :]
-        early = tl.load(w_ptr + e.to(tl.int64) * stride_we + offset, mask=inside, other=0.0)
+    slot = tl.arange(0, S_)
+    r = t * CHOICES + slot
+    e = tl.load(ids_ptr + r, mask=slot < CHOICES, other=E).to(tl.int64)
+    here = (e >= 0) & (e < E)
+    scale = tl.full((S_,), 1.0, tl.float32)
+    if SCALE:
+        scale = tl.load(route_weight_ptr + r, mask=here, other=0.0).to(tl.float32)
+    w_ptrs = w_ptr + e[:, None, None] * stride_we + n.to(tl.int64)[None, :, None] * stride_wn
+    w_ptrs += k[None, None, :] * stride_wk
+    rows = here[:, None, None] & (n < H)[None, :, None]
+    w = tl.load(w_ptrs, mask=rows & (k < I)[None, None, :], other=0.0)
+    if PDL:  # the first weights are on their way while the first kernel ends
         gdc_wait()
-    for slot in tl.static_range(CHOICES):
-        r = t * CHOICES + slot
-        e = tl.load(ids_ptr + r)
-        here = (e >= 0) & (e < E)
-        scale = 1.0
-        if SCALE:
-            scale = tl.where(here, tl.load(route_weight_ptr + r).to(tl.float32), 0.0)
-        for k0 in range(0, I, K_):
-            depth = k0 + k < tl.where(here, I, 0)
-            a = tl.load(act_ptr + r.to(tl.int64) * I + k0 + k, mask=depth, other=0.0).to(tl.float32) * scale
-            mask = (n < H)[:, None] & depth[None, :]
-            if PDL and slot == 0 and I <= K_:
-                w = early
-            else:
-                w = tl.load(w_ptr + e.to(tl.int64) * stride_we + offset + k0 * stride_wk, mask=mask, other=0.0)
-            acc += w.to(tl.float32) * a[None, :]
-        if BIAS:
-            at = bias_ptr + e.to(tl.int64) * stride_be + n
-            bias += scale * tl.load(at, mask=n < tl.where(here, H, 0), other=0.0).to(tl.float32)
-    out = tl.sum(acc, axis=1) + bias
+    a_ptrs = act_ptr + r.to(tl.int64)[:, None] * I + k[None, :]
+    a = tl.load(a_ptrs, mask=here[:, None] & (k < I)[None, :], other=0.0).to(tl.float32) * scale[:, None]
+    acc = w.to(tl.float32) * a[:, None, :]
+    for k0 in range(K_, I, K_):
+        depth = k0 + k < I
+        w = tl.load(w_ptrs + k0 * stride_wk, mask=rows & depth[None, None, :], other=0.0)
+        a = tl.load(a_ptrs + k0, mask=here[:, None] & depth[None, :], other=0.0).to(tl.float32) * scale[:, None]
+        acc += w.to(tl.float32) * a[:, None, :]
+    y = tl.sum(acc, axis=2)
+    if BIAS:
+        at = bias_ptr + e[:, None] * stride_be + n[None, :]
+        b = tl.load(at, mask=here[:, None] & (n < H)[None, :], other=0.0).to(tl.float32)
+        y += b * scale[:, None]
+    out = tl.sum(y, axis=0)
     tl.store(out_ptr + t.to(tl.int64) * H + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
 
 
@@ -147,13 +151,15 @@ def up(
     R = ids_TK.numel()
     out = torch.empty((R, I), dtype=x_TH.dtype, device=x_TH.device)
     bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
-    _up_kernel[(R * triton.cdiv(I, rows.UP_N),)](
-        x_TH, ids_TK, x_TH if weights_TK is None else weights_TK, w, v, bias1, bias2, out, R,
-        x_TH.stride(0), x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0,
+    weights = x_TH if weights_TK is None else weights_TK
+    arguments = (x_TH, ids_TK, weights, w, v, bias1, bias2, out, x_TH.stride(0))
+    constants = (
+        x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0,
         0 if halves in ("separate", "up") else 1 if interleaved else I, E, ids_TK.shape[1], H, I,
         gated, paired, interleaved, not halves.startswith("up_gate"), bool(bias), weights_TK is not None, act,
-        bool(rows.PDL), rows.UP_N, rows.UP_K, num_warps=rows.warps,
+        bool(rows.PDL), rows.UP_N, rows.UP_K,
     )  # fmt: skip
+    launch(_up_kernel, (R * triton.cdiv(I, rows.UP_N), 1), arguments, (R,), constants, rows.UP_warps)
     return out
 
 
@@ -166,13 +172,16 @@ def down(
     T, choices = ids_TK.shape
     I, H = act_RI.shape[1], w.shape[n_axis]
     out = torch.empty((T, H), dtype=dtype, device=act_RI.device)
-    launch = {"launch_pdl": True} if rows.PDL else {}
-    _down_kernel[(T * triton.cdiv(H, rows.DOWN_N),)](
-        act_RI, ids_TK, act_RI if weights_TK is None else weights_TK, w, act_RI if bias is None else bias, out, T,
+    weights = act_RI if weights_TK is None else weights_TK
+    arguments = (act_RI, ids_TK, weights, w, act_RI if bias is None else bias, out)
+    constants = (
         w.stride(0), w.stride(n_axis), w.stride(k_axis), 0 if bias is None else bias.stride(0), E, choices, H, I,
-        bias is not None, weights_TK is not None, bool(rows.PDL), rows.DOWN_N, rows.DOWN_K,
-        num_warps=rows.warps, **launch,
+        bias is not None, weights_TK is not None, bool(rows.PDL), triton.next_power_of_2(choices),
+        rows.DOWN_N, rows.DOWN_K,
     )  # fmt: skip
+    options = {"launch_pdl": True} if rows.PDL else {}
+    grid = (T * triton.cdiv(H, rows.DOWN_N), 1)
+    launch(_down_kernel, grid, arguments, (T,), constants, rows.DOWN_warps, **options)
     return out
 
 

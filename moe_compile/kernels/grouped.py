@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .launch import launch
 from .sort import Schedule
 
 
@@ -48,13 +49,12 @@ class Tile:
 
 @triton.jit
 def _tile(plan_ptr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row tile, column tile) of this program, row tiles fastest within groups of GROUP_M; row tile -1: nothing to do."""
+    """(row tile, column tile) of this program, row tiles fastest within groups of GROUP_M; row tile -1: none is left."""
     pid, tiles = tl.program_id(0), tl.load(plan_ptr)
     group = pid // (GROUP_M * COLUMNS)
-    height = tl.minimum(tiles - group * GROUP_M, GROUP_M)
+    height = tl.maximum(tl.minimum(tiles - group * GROUP_M, GROUP_M), 1)
     local = pid - group * GROUP_M * COLUMNS
-    m = tl.where(height > 0, group * GROUP_M + local % tl.maximum(height, 1), -1)
-    return m, local // tl.maximum(height, 1)
+    return tl.where(pid < tiles * COLUMNS, group * GROUP_M + local % height, -1), local // height
 
 
 @triton.jit
@@ -136,7 +136,7 @@ def _product(
 
 @triton.jit(do_not_specialize=["bound"])
 def _fc1_kernel(
-    x_ptr, w, v, bias_ptr, bias2_ptr, route_weight_ptr, act_ptr, plan_ptr, bound, stride_xt,
+    x_ptr, w, v, bias_ptr, bias2_ptr, route_weight_ptr, act_ptr, plan_ptr, stride_xt, bound,
     stride_xh: tl.constexpr, stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
     stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
@@ -254,17 +254,20 @@ def fc1(
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
     out = torch.empty((schedule.R, I), dtype=x_TH.dtype, device=x_TH.device)
     bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
-    _fc1_kernel[(schedule.bound * triton.cdiv(I, tile.BLOCK_N),)](
+    arguments = (
         x_TH,
         _descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
         _descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
-        bias1, bias2, x_TH if weights_TK is None else weights_TK, out, schedule.plan, schedule.bound,
-        x_TH.stride(0), x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0),
+        bias1, bias2, x_TH if weights_TK is None else weights_TK, out, schedule.plan, x_TH.stride(0),
+    )  # fmt: skip
+    constants = (
+        x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0),
         0 if halves in ("separate", "up") else 1 if interleaved else I, choices, H, I,
         gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bool(bias), weights_TK is not None, act,
         tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    grid = (schedule.bound * triton.cdiv(I, tile.BLOCK_N), 1)
+    launch(_fc1_kernel, grid, arguments, (schedule.bound,), constants, tile.warps, tile.stages)
     return out
 
 
@@ -276,15 +279,18 @@ def fc2(
     I, H = act_RI.shape[1], down.shape[n_axis]
     tma = bool(tile.TMA) and tma_aligned(down) and tma_aligned(act_RI)
     y = torch.empty((schedule.R, H), dtype=act_RI.dtype, device=act_RI.device)
-    _fc2_kernel[(schedule.bound * triton.cdiv(H, tile.BLOCK_N),)](
+    arguments = (
         act_RI,
         TensorDescriptor.from_tensor(act_RI, [tile.BLOCK_M, tile.BLOCK_K]) if tma else act_RI,
         _descriptor(down, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down,
-        act_RI if bias is None else bias, y, schedule.plan, schedule.bound,
+        act_RI if bias is None else bias, y, schedule.plan,
+    )  # fmt: skip
+    constants = (
         down.stride(0), down.stride(n_axis), down.stride(k_axis), 0 if bias is None else bias.stride(0), H, I,
         k_major, bias is not None, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
-        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+    grid = (schedule.bound * triton.cdiv(H, tile.BLOCK_N), 1)
+    launch(_fc2_kernel, grid, arguments, (schedule.bound,), constants, tile.warps, tile.stages)
     return y
 
 
@@ -296,10 +302,9 @@ def finalize(
     H = y_RH.shape[1]
     out = torch.empty((T, H), dtype=dtype, device=y_RH.device)
     block = min(1024, triton.next_power_of_2(H))
-    _finalize_kernel[(T, triton.cdiv(H, block))](
-        y_RH, ids_TK.contiguous(), y_RH if weights_TK is None else weights_TK.contiguous(), out,
-        E, K, H, weights_TK is not None, block,
-    )  # fmt: skip
+    arguments = (y_RH, ids_TK.contiguous(), y_RH if weights_TK is None else weights_TK.contiguous(), out)
+    grid = (T, triton.cdiv(H, block))
+    launch(_finalize_kernel, grid, arguments, (), (E, K, H, weights_TK is not None, block))
     return out
 
 

@@ -3,7 +3,7 @@
 In: ids_TK (int32 or int64), E, and BLOCK_M, the rows of a tile. Out: `Schedule`, on the device, without a host
 synchronization: one launch up to FUSED_ROUTES routes, three above. Route r = t * K + k.
 Invariants: routes of an expert are contiguous and ascend (the sort is stable, hence deterministic); a route whose id is
-not in [0, E) is in no tile; a tile never spans experts; a chunk's counters are touched by its own program only.
+not in [0, E) is in no tile; a tile never spans experts; no program reads what another of its launch writes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-FUSED_ROUTES = 8192  # every program recounts all ids up to here, then a counting pass is cheaper
-_SUB = 128  # routes ranked at once, by comparing all pairs
+from .launch import launch
+
+FUSED_ROUTES = 4096  # every program recounts all ids up to here, then a counting pass is cheaper
+_SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk
 _SCAN = 1024  # ids counted at once
 _MAX_CHUNKS = 256
 
@@ -81,13 +83,12 @@ def _place_kernel(
     E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, FUSED: tl.constexpr, SCAN: tl.constexpr,
     SUB: tl.constexpr,
 ):  # fmt: skip
-    """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` holds the scan."""
+    """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` has the scan."""
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     e = tl.arange(0, BINS)
-    row_ptr = counters_ptr + chunk * BINS  # this chunk's next free position for each expert
+    origin = chunk * length
     if FUSED:
         total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
-        origin = chunk * length
         for start in range(0, R, SCAN):
             r = start + tl.arange(0, SCAN)
             count = tl.histogram(_bins(ids_ptr, r, R, E), BINS)
@@ -97,7 +98,7 @@ def _place_kernel(
             elif start < origin:
                 before += tl.histogram(_bins(ids_ptr, r, origin, E), BINS)
     else:
-        total, before = tl.load(counters_ptr + chunks * BINS + e), tl.load(row_ptr + e)
+        total, before = tl.load(counters_ptr + chunks * BINS + e), tl.load(counters_ptr + chunk * BINS + e)
     total = tl.where(e < E, total, 0)
     first = tl.cumsum(total, axis=0) - total
     tiles = (total + BLOCK_M - 1) // BLOCK_M
@@ -110,22 +111,17 @@ def _place_kernel(
         tl.store(tile_ptr + 1, first + j * BLOCK_M, mask=j < tiles)
         tl.store(tile_ptr + 2, first + total, mask=j < tiles)
 
-    tl.debug_barrier()  # row_ptr was read above and is rewritten here
-    tl.store(row_ptr + e, first + before)
-    tl.debug_barrier()
     routes_ptr = plan_ptr + 4 + 4 * bound
+    free = first + before  # each expert's next position
     i = tl.arange(0, SUB)
-    end = tl.minimum((chunk + 1) * length, R)
-    for start in range(chunk * length, end, SUB):
+    end = tl.minimum(origin + length, R)
+    for start in range(origin, end, SUB):
         mine = _bins(ids_ptr, start + i, end, E)
-        same = mine[:, None] == _bins(ids_ptr, start + i, end, E)[None, :]
-        rank = tl.sum((same & (i[None, :] < i[:, None])).to(tl.int32), axis=1)
-        later = tl.sum((same & (i[None, :] > i[:, None])).to(tl.int32), axis=1)
-        position = tl.load(row_ptr + mine) + rank
+        earlier = (mine[:, None] == mine[None, :]) & (i[None, :] < i[:, None])
+        position = tl.gather(free, mine, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
         tl.store(routes_ptr + position, start + i, mask=mine < E)
-        tl.debug_barrier()
-        tl.store(row_ptr + mine, position + 1, mask=later == 0)
-        tl.debug_barrier()
+        if not FUSED:  # a fused chunk is one block
+            free += tl.histogram(mine, BINS)
 
 
 def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
@@ -133,17 +129,20 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
     R = ids_TK.numel()
     assert 1 <= R < 2**31, R
     ids = ids_TK.contiguous()
-    bins, bound = triton.next_power_of_2(E + 1), tile_bound(R, E, BLOCK_M)
-    fused = R <= FUSED_ROUTES
-    length = _SUB * (1 if fused else triton.cdiv(R, _SUB * _MAX_CHUNKS))
-    chunks = triton.cdiv(R, length)
-    counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
+    bins, bound = max(32, triton.next_power_of_2(E + 1)), tile_bound(R, E, BLOCK_M)
     plan = torch.empty(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
-    if not fused:
-        width = min(bins, 16)
-        _count_kernel[(chunks,)](ids, counters, R, length, E, bins, _SCAN)
-        _scan_kernel[(bins // width,)](counters, chunks, bins, triton.next_power_of_2(chunks), width)
-    _place_kernel[(chunks,)](ids, counters, plan, R, length, bound, E, bins, BLOCK_M, fused, _SCAN, _SUB, num_warps=8)
+    if R <= FUSED_ROUTES:
+        scan = min(_SCAN, max(_SUB, triton.next_power_of_2(R)))
+        constants = (E, bins, BLOCK_M, True, scan, _SUB)
+        launch(_place_kernel, (triton.cdiv(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound), constants)
+        return Schedule(plan, bound, R)
+    length = _SUB * triton.cdiv(R, _SUB * _MAX_CHUNKS)
+    chunks, width = triton.cdiv(R, length), 16
+    counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
+    launch(_count_kernel, (chunks, 1), (ids, counters), (R, length), (E, bins, _SUB))
+    launch(_scan_kernel, (bins // width, 1), (counters,), (chunks,), (bins, triton.next_power_of_2(chunks), width))
+    constants = (E, bins, BLOCK_M, False, _SCAN, _SUB)
+    launch(_place_kernel, (chunks, 1), (ids, counters, plan), (R, length, bound), constants)
     return Schedule(plan, bound, R)
 
 

@@ -18,7 +18,8 @@ from ..reference import accumulator
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Verdict
 from .base import Launcher, Provider, Tactic, Work
-from .routes import Blocks, Grouped, Routes, on_host
+from .routes import Blocks, Grouped, Routes
+from .routes_host import on_host
 
 PATHS: dict[str, Callable[[Tensor, ExpertsSpec], Routes]] = {"hit": on_host, "grouped": Grouped, "blocks": Blocks}
 
@@ -60,7 +61,7 @@ def first_linear(spec: ExpertsSpec, rows: Routes, x_SH: Tensor, p: ExpertWeights
     sizes = (rows.S, spec.G)
     dtype = torch.float32 if p.gate_up_bias and isinstance(rows, Grouped) else x_SH.dtype
     gate_up_SG = x_SH.new_empty(sizes, dtype=dtype)
-    for w, bias, out in zip(first, biases, gate_up_SG.split(spec.I, dim=-1), strict=True):
+    for w, bias, out in zip(first, biases, gate_up_SG.chunk(2, dim=-1), strict=True):
         rows.linear(x_SH, w, bias, out)
     return gate_up_SG
 
@@ -69,17 +70,18 @@ def activate(spec: ExpertsSpec, gate_up_SG: Tensor) -> Tensor:
     """act(gate, up), evaluated in the accumulator's dtype and rounded once, to x's: [S, I]."""
     acc, x_dtype, expr = accumulator(spec), torch_dtype(spec.x), spec.act.expr
     if gate_up_SG.device.type != "cpu" or gate_up_SG.dtype == acc or gate_up_SG.numel() <= UPCAST_NUMEL:
-        return evaluate(expr, *halves(spec, gate_up_SG.to(acc))).to(x_dtype)
+        h_SI: Tensor = evaluate(expr, *halves(spec, gate_up_SG.to(acc)))
+        return h_SI.to(x_dtype)
     a_SI = gate_up_SG.new_empty(len(gate_up_SG), spec.I, dtype=x_dtype)
     n = max(1, UPCAST_NUMEL // spec.G)
-    for gate_up, a in zip(gate_up_SG.split(n), a_SI.split(n), strict=True):
-        a.copy_(evaluate(expr, *halves(spec, gate_up.to(acc))))
+    for i in range(0, len(a_SI), n):
+        a_SI[i : i + n] = evaluate(expr, *halves(spec, gate_up_SG[i : i + n].to(acc)))
     return a_SI
 
 
-def scale_rows(x_SH: Tensor, w_S: Tensor, acc: torch.dtype) -> Tensor:
-    """w[s] * x[s], in x's dtype, rounded once."""
-    return (x_SH.to(acc) * w_S.to(acc)[:, None]).to(x_SH.dtype)
+def scale_rows(x_SH: Tensor, w_S: Tensor) -> Tensor:
+    """w[s] * x[s], computed in w's dtype (the accumulator's) and rounded once, to x's."""
+    return (x_SH * w_S[:, None]).to(x_SH.dtype)
 
 
 def forward(spec: ExpertsSpec, rows: Routes, x_TH: Tensor, w_TK: Tensor | None, p: ExpertWeights) -> Tensor:
@@ -88,7 +90,7 @@ def forward(spec: ExpertsSpec, rows: Routes, x_TH: Tensor, w_TK: Tensor | None, 
     x_SH = rows.gather(x_TH)
     if spec.weight == "input":
         assert w_TK is not None
-        x_SH, w_TK = scale_rows(x_SH, rows.of_route(w_TK), acc), None
+        x_SH, w_TK = scale_rows(x_SH, rows.of_route(w_TK).to(acc)), None
     h_SI = activate(spec, first_linear(spec, rows, x_SH, p))
     y_SH = rows.linear(h_SI, down_EHI(spec, p), p.down_bias)
     return rows.combine(y_SH, w_TK, acc).to(torch_dtype(spec.out))
@@ -117,7 +119,9 @@ class Aten(Provider):
         if path == "hit" and device.type != "cpu":
             raise ValueError(f"aten: path=hit reads counts on the host, so it can't run on {device}")
         if path == "grouped" and not grouped_mm_fits(spec, device):
-            raise ValueError(f"aten: path=grouped needs bf16, H and I that 8 divides and compute capability 8.0: {spec}")
+            raise ValueError(
+                f"aten: path=grouped needs bf16, H and I in eights, compute capability 8.0; not so: {spec}"
+            )
         routes, out_dtype = PATHS[str(path)], torch_dtype(spec.out)
 
         def launch(x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor | None, packed: ExpertWeights) -> Tensor:

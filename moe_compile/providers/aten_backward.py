@@ -7,10 +7,12 @@ evaluated there, and an invalid route contributes exactly 0 to every gradient.
 With dout the gradient of out[t], b the down bias, a = act(g, u), weight=output:
 
     dv = down[e]^T dout      dw = dv . a + b . dout      da = w dv      ddown[e] = sum_s (w dout) a^T
-    dg = da act_g(g, u)      du = da act_u(g, u)         dgate_up[e] = sum_s (dg, du) x^T      dx = gate_up[e]^T (dg, du)
+    dg = da act_g(g, u)      du = da act_u(g, u)         dgu = (dg, du) in gate_up's native row order
+    dx = gate_up[e]^T dgu    dgate_up[e] = sum_s dgu x^T
 
-dw is taken at the activation, of I numbers, since that spares computing y again. With weight=input, dv = da,
-x stands for w x, its gradient is dz = gate_up[e]^T (dg, du), and dx = w dz, dw = dz . x.
+Where x is narrower than the accumulator, dw is taken so, at the activation: y is not computed again, and rounded. Else
+dw = dout . y, as the graph has it: dv is a sum over H, y one over I < H, and its error is what is left. With weight=input, dv = da,
+x stands for z = w x, with dz = gate_up[e]^T dgu, dx = w dz and dw = dz . x.
 """
 
 from __future__ import annotations
@@ -44,70 +46,77 @@ def backward(
     """
     wanted = dict(zip(_names(spec), needs, strict=True))
     if not x_TH.shape[0]:
-        operands = (x_TH, w_TK, *p.tensors())
-        return [torch.zeros_like(t, memory_format=torch.contiguous_format) for t, n in zip(operands, needs) if n and t is not None]
+        tensors = dict(zip(wanted, (x_TH, w_TK, *p.tensors()), strict=True))
+        return [t.new_zeros(t.shape) for name, t in tensors.items() if wanted[name] and t is not None]
     path = path or path_of(spec, x_TH.device)
     rows = PATHS["blocks" if path == "grouped" and not grouped_mm_reads(p) else path](ids_TK, spec)
     grads = _gradients(spec, rows, dout_TH, x_TH, w_TK, p, wanted)
     return [grads[name].contiguous() for name, need in wanted.items() if need]
 
 
+def _first_names(spec: ExpertsSpec) -> tuple[str, ...]:
+    return ("gate", "up") if spec.gate_up.halves == "separate" else ("gate_up",)
+
+
 def _names(spec: ExpertsSpec) -> list[str]:
-    first = ("gate", "up") if spec.gate_up.halves == "separate" else ("gate_up",)
-    biases = [f"{name}_bias" for name in first] if spec.has_gate_up_bias else []
-    return ["hidden", "weights", *first, "down", *biases, *(["down_bias"] if spec.has_down_bias else [])]
+    biases = [f"{name}_bias" for name in _first_names(spec)] if spec.has_gate_up_bias else []
+    return ["hidden", "weights", *_first_names(spec), "down", *biases, *(["down_bias"] if spec.has_down_bias else [])]
 
 
 def _gradients(
-    spec: ExpertsSpec, rows: Routes, dout_TH: Tensor, x_TH: Tensor, w_TK: Tensor | None, p: ExpertWeights,
+    spec: ExpertsSpec,
+    rows: Routes,
+    dout_TH: Tensor,
+    x_TH: Tensor,
+    w_TK: Tensor | None,
+    p: ExpertWeights,
     wanted: dict[str, bool],
-) -> dict[str, Tensor]:  # fmt: skip
-    acc, x_dtype, grads = accumulator(spec), torch_dtype(spec.x), {}
+) -> dict[str, Tensor]:
+    acc, x_dtype = accumulator(spec), torch_dtype(spec.x)
+    grads: dict[str, Tensor] = {}
     x_SH = z_SH = rows.gather(x_TH)
     dout_SH = rows.gather(dout_TH)
-    w_S = None if w_TK is None else rows.of_route(w_TK)
+    w_S = None if w_TK is None else rows.of_route(w_TK).to(acc)
     if w_S is not None and spec.weight == "input":
-        z_SH = scale_rows(x_SH, w_S, acc)
+        z_SH = scale_rows(x_SH, w_S)
 
     gate, up = halves(spec, first_linear(spec, rows, z_SH, p).to(acc))
     a_SI = evaluate(spec.act.expr, gate, up).to(x_dtype)
     da_SI = rows.linear(dout_SH.to(x_dtype), down_EHI(spec, p).mT).to(acc)
-    dy_SH = dout_SH
-    if w_TK is not None and w_S is not None and spec.weight == "output":
+    dy_SH = dout_SH.to(acc)
+    if w_S is not None and spec.weight == "output":
         if wanted["weights"]:
-            dw_S = (da_SI * a_SI).sum(-1)
-            if p.down_bias is not None:
-                dw_S = dw_S + (rows.of_expert(p.down_bias).to(acc) * dout_SH).sum(-1)
-            grads["weights"] = rows.scatter(dw_S).to(w_TK.dtype)
-        da_SI = da_SI * w_S.to(acc)[:, None]
-        dy_SH = dout_SH.to(acc) * w_S.to(acc)[:, None]
+            if x_dtype == acc:
+                dw_S = (rows.linear(a_SI, down_EHI(spec, p), p.down_bias) * dy_SH).sum(-1)
+            else:
+                dw_S = (da_SI * a_SI).sum(-1)
+                if p.down_bias is not None:
+                    dw_S = dw_S + (rows.of_expert(p.down_bias) * dy_SH).sum(-1)
+            grads["weights"] = rows.scatter(dw_S).to(torch_dtype(spec.w))
+        da_SI, dy_SH = da_SI * w_S[:, None], dy_SH * w_S[:, None]
     if wanted["down"]:
         dy = dy_SH.to(x_dtype)
         grads["down"] = rows.outer(dy, a_SI) if spec.down == "EHI" else rows.outer(a_SI, dy)
     if wanted.get("down_bias"):
-        grads["down_bias"] = rows.total(dy_SH.to(acc)).to(x_dtype)
+        grads["down_bias"] = rows.total(dy_SH).to(x_dtype)
 
-    d_SG = torch.empty(rows.S, spec.G, dtype=acc, device=x_TH.device)
-    dgate, dup = halves(spec, d_SG)
-    for variable, out in (("gate", dgate), ("up", dup)):
+    dgu_SG = torch.empty(rows.S, spec.G, dtype=acc, device=x_TH.device)
+    for variable, out in zip(("gate", "up"), halves(spec, dgu_SG), strict=True):
         if out is not None:
             torch.mul(da_SI, evaluate(derivative(spec.act.expr, variable), gate, up), out=out)
-    parts = [(n, part) for n, part in zip(("gate", "up"), d_SG.split(spec.I, -1))] if "gate" in wanted else [("gate_up", d_SG)]
-    low = [part.to(x_dtype) for _, part in parts]
-    for (name, part), rounded in zip(parts, low):
+    names = _first_names(spec)
+    parts = dgu_SG.chunk(len(names), dim=-1)
+    rounded = [part.to(x_dtype) for part in parts]
+    for name, part, low in zip(names, parts, rounded, strict=True):
         if wanted[name]:
-            left, right = (rounded, z_SH) if spec.gate_up.storage == "EGH" else (z_SH, rounded)
-            grads[name] = rows.outer(left, right)
+            grads[name] = rows.outer(low, z_SH) if spec.gate_up.storage == "EGH" else rows.outer(z_SH, low)
         if wanted.get(f"{name}_bias"):
             grads[f"{name}_bias"] = rows.total(part).to(x_dtype)
 
     if wanted["hidden"] or (wanted["weights"] and spec.weight == "input"):
-        products = [rows.linear(part, w.mT) for part, w in zip(low, first_EGH(spec, p), strict=True)]
-        dz_SH = products[0] if len(products) == 1 else products[0].to(acc) + products[1].to(acc)
-        if w_TK is not None and spec.weight == "input":
-            if wanted["weights"]:
-                grads["weights"] = rows.scatter((dz_SH.to(acc) * x_SH).sum(-1)).to(w_TK.dtype)
-            grads["hidden"] = rows.combine(dz_SH, w_TK, acc).to(x_dtype)
-        else:
-            grads["hidden"] = rows.combine(dz_SH, None, acc).to(x_dtype)
+        dz = [rows.linear(low, w.mT) for low, w in zip(rounded, first_EGH(spec, p), strict=True)]
+        dz_SH = dz[0].to(acc) if len(dz) == 1 else dz[0].to(acc) + dz[1].to(acc)
+        if wanted["weights"] and spec.weight == "input":
+            grads["weights"] = rows.scatter((dz_SH * x_SH).sum(-1)).to(torch_dtype(spec.w))
+        grads["hidden"] = rows.combine(dz_SH, w_TK if spec.weight == "input" else None, acc).to(x_dtype)
     return grads

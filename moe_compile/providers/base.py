@@ -85,7 +85,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         bounds = [b for b, _ in self.buckets]
-        if not bounds or bounds[-1] is not None or None in bounds[:-1] or bounds[:-1] != sorted(set(bounds[:-1])):
+        lower = sorted({b for b in bounds if b is not None})
+        if bounds != [*lower, None]:
             raise ValueError(f"plan buckets {bounds} must ascend and end with None")
 
     def at(self, T: int) -> Candidate:

@@ -26,12 +26,13 @@ from .triton_grouped import (
 if TYPE_CHECKING:
     import torch
 
-KNOBS = ("N1", "K1", "N2", "K2", "W", "PDL")
+KNOBS = ("N1", "K1", "W1", "N2", "K2", "W2", "PDL")
 
 
 class TritonDecode(Provider):
     """fc1 with bias and activation for each route, then fc2 with bias over all slots of a token. Knobs: N weight rows and
-    K columns that a program of the first and the second launch holds, W(arps), PDL (Hopper: the launches overlap)."""
+    K columns that a program of the first and of the second launch (there: for each slot) holds, W(arps), and
+    PDL (Hopper: the launches overlap)."""
 
     name = "triton_decode"
 
@@ -65,7 +66,10 @@ class TritonDecode(Provider):
         from ..kernels.decode import Rows, down, up
         from ..kernels.epilogue import epilogue
 
-        rows = Rows(UP_N=k["N1"], UP_K=k["K1"], DOWN_N=k["N2"], DOWN_K=k["K2"], warps=k["W"], PDL=k["PDL"])
+        rows = Rows(
+            UP_N=k["N1"], UP_K=k["K1"], UP_warps=k["W1"], DOWN_N=k["N2"], DOWN_K=k["K2"], DOWN_warps=k["W2"],
+            PDL=k["PDL"],
+        )  # fmt: skip
         act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
         E, sizes, halves, gated = spec.E, (spec.H, spec.I), spec.gate_up.halves, spec.gated
         k_major, down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
@@ -95,19 +99,24 @@ class TritonDecode(Provider):
 
 
 def _ranked(spec: ExpertsSpec, pdl: bool) -> list[dict[str, int]]:
-    """Knobs, best first."""
-    found = []
-    for n1, n2 in ((2, 2), (4, 2), (1, 1)):
-        k1, k2 = _columns(spec.H, 4096 // n1 // (2 if spec.gated else 1)), _columns(spec.I, 2048 // n2)
-        if spec.gate_up.storage == "EHG":  # the contiguous axis is G: rows wide enough for 64-byte pieces
-            n1, k1 = 16 * n1, 32
-        if spec.down == "EIH":
-            n2, k2 = 16 * n2, 32
-        found.append(dict(zip(KNOBS, (n1, k1, n2, k2, 4, int(pdl)))))
+    """Knobs, best first: 64 numbers a thread in flight, in rows as long as the weights' contiguous axis allows."""
+    found, slots = [], 1 << (spec.K - 1).bit_length()
+    for held in (8192, 4096, 16384):  # numbers that a program of 4 warps holds at a time
+        if spec.gate_up.storage == "EGH":
+            k1 = _columns(spec.H, held // 4)
+            n1 = max(1, held // k1 // (2 if spec.gated else 1))
+        else:  # G is contiguous: 32 numbers are a 64-byte piece
+            n1, k1 = (16 if spec.gated else 32), max(16, held // 64)
+        if spec.down == "EHI":
+            k2 = _columns(spec.I, max(16, held // slots))
+            n2 = max(1, held // k2 // slots)
+        else:
+            n2, k2 = 32, max(16, held // 32 // slots)
+        found.append(dict(zip(KNOBS, (n1, k1, 4, n2, k2, 4, int(pdl)))))
     return found
 
 
 def _columns(size: int, most: int) -> int:
-    """The power of two up to `most` that covers `size` with the least padding; the larger of equals."""
-    sizes = [1 << i for i in range(4, most.bit_length()) if 1 << i >= most // 8]
+    """The power of two up to `most` (and not far under it) that covers `size` with the least padding."""
+    sizes = [1 << i for i in range(4, most.bit_length()) if 1 << i >= most // 4]
     return min(sizes, key=lambda k: (math.ceil(size / k) * k, -k))

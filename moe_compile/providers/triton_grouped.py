@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 _SHARED_BYTES = 227 * 1024  # of a Hopper or data-center Blackwell program; checked against the tiles' stages
-KNOBS = ("M", "SWAP", "TMA", "N1", "K1", "W1", "S1", "N2", "K2", "W2", "S2")
+KNOBS = ("M", "N1", "K1", "W1", "S1", "SWAP1", "TMA1", "N2", "K2", "W2", "S2", "SWAP2", "TMA2")
 
 
 def triton_available() -> Verdict:
@@ -50,7 +50,8 @@ def triton_supports(spec: ExpertsSpec, device: torch.device) -> Verdict:
     if spec.E > 4096:
         return Reject("too many experts", f"E={spec.E} is over 4096")
     if device.type == "cpu":
-        return OK if triton.knobs.runtime.interpret else Reject("a CPU needs the interpreter", "TRITON_INTERPRET is not set")
+        interpreter = triton.knobs.runtime.interpret
+        return OK if interpreter else Reject("a CPU needs the interpreter", "TRITON_INTERPRET is not set")
     if device.type != "cuda" or torch.version.hip:
         return Reject("not a CUDA device", str(device))
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -86,8 +87,8 @@ def active_experts(spec: ExpertsSpec, T: int) -> float:
 
 
 def work_of(spec: ExpertsSpec, T: int, *, launches: int, tiles: int, y_bytes: int, shared: bool = True) -> Work:
-    """The work of T tokens. y_bytes: moved for each element of y_RH between fc2 and finalize; shared: an expert's weights
-    are read once for all its routes."""
+    """The work of T tokens. y_bytes: moved for each element of y_RH between fc2 and finalize; shared: an expert's
+    weights are read once for all its routes."""
     size, R = _BYTES[spec.x], T * spec.K
     readings = active_experts(spec, T) if shared else R
     return Work(
@@ -100,8 +101,8 @@ def work_of(spec: ExpertsSpec, T: int, *, launches: int, tiles: int, y_bytes: in
 
 
 class TritonGrouped(Provider):
-    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile; N, K, W(arps), S(tages)
-    of the first and the second linear; SWAP and TMA as in kernels.grouped.Tile."""
+    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile; for the first and the
+    second linear N, K, W(arps), S(tages), SWAP and TMA, all as in kernels.grouped.Tile."""
 
     name = "triton_grouped"
 
@@ -195,12 +196,12 @@ def tiles_of(tactic: Tactic, spec: ExpertsSpec, tma: bool) -> tuple[Tile, Tile]:
     for name, value in k.items():
         if name[0] in "MNKW" and (value < (1 if name[0] == "W" else 16) or value & (value - 1)):
             raise ValueError(f"triton_grouped: {name}={value} is not a power of two of at least 16 (warps: 1)")
-    if k["TMA"] and not tma:
-        raise ValueError("triton_grouped: TMA=1 needs compute capability 9.0")
+    if (k["TMA1"] or k["TMA2"]) and not tma:
+        raise ValueError("triton_grouped: TMA1=1 and TMA2=1 need compute capability 9.0")
     first, second = (
         Tile(
-            BLOCK_M=k["M"], BLOCK_N=k[f"N{i}"], BLOCK_K=k[f"K{i}"], SWAP=k["SWAP"], TMA=k["TMA"],
-            warps=k[f"W{i}"], stages=k[f"S{i}"],
+            BLOCK_M=k["M"], BLOCK_N=k[f"N{i}"], BLOCK_K=k[f"K{i}"], warps=k[f"W{i}"], stages=k[f"S{i}"],
+            SWAP=k[f"SWAP{i}"], TMA=k[f"TMA{i}"],
         )
         for i in (1, 2)
     )  # fmt: skip
@@ -219,20 +220,38 @@ def hopper(device: torch.device) -> bool:
 
 
 def _ranked(spec: ExpertsSpec, rows: float, tma: bool) -> list[dict[str, int]]:
-    """Knobs, best first, by rows per active expert."""
-    block = min(128, max(16, 1 << math.ceil(math.log2(max(rows, 1)))))
+    """Knobs, best first, by rows per active expert: where the tile is narrow, the weights' bytes are the time.
+
+    Of six shapes each at T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next (H200, 2026-11-30, us):
+    * M: the power of two from 1.5 rows up. Experts' loads spread around their mean, and a second tile of an expert reads
+      its weights again (qwen3_30b T=1024, 64 rows: fc1 225 at M=128, 230 at M=64; gpt_oss T=64, 8 rows: 246 at M=16,
+      250 at M=32).
+    * M <= 32: weights as the tall operand (SWAP), 64 rows x 128 deep a stage (qwen3next T=64: fc1 344, unswapped 365,
+      64 deep 352..358); TMA gains nothing (345) and costs host time. Where N is contiguous: 128 wide x 64 deep.
+    * M = 64: unswapped, 64 deep; with and without TMA within 1 %.
+    * M = 128: 128 x 256 accumulators on 8 warps, weights by TMA (qwen3_30b T=4096: fc1 446 with, 472 without; fc2 251
+      with, 260 without). SWAP helps fc1 where K is contiguous (mixtral T=4096: 3218, unswapped 3489) and hurts where
+      N is (gpt_oss T=1024: 386, unswapped 365).
+    """
     if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
-        return [_knobs(min(block, 32), 0, 0, (32, 32, 4, 2), (64, 32, 4, 2)), _knobs(16, 0, 0, (16, 32, 4, 2), (32, 32, 4, 2))]
+        small = (16, (16, 32, 4, 2, 0, 0), (32, 32, 4, 2, 0, 0))
+        return [_knobs(16 if rows <= 16 else 32, (32, 32, 4, 2, 0, 0), (64, 32, 4, 2, 0, 0)), _knobs(*small)]
+    best = min(128, max(16, 1 << math.ceil(math.log2(max(1.5 * rows, 1)))))
+    deep1, deep2 = spec.gate_up.storage == "EGH", spec.down == "EHI"
+    rows1 = 32 if spec.gated and spec.gate_up.halves != "separate" else 64  # weight rows of a tile are 64 either way
     found = []
-    for m in dict.fromkeys((block, min(128, 2 * block), max(16, block // 2))):
-        if m <= 64:
-            found.append(_knobs(m, 1, int(tma), (64, 64, 4, 4), (128, 64, 4, 4)))
-            found.append(_knobs(m, 0, 0, (64, 64, 4, 4), (128, 64, 4, 4)))
+    for m in dict.fromkeys((best, min(128, 2 * best), max(16, best // 2))):
+        if m <= 32:
+            first = (rows1, 128, 4, 4 if rows1 == 32 else 3, 1, 0) if deep1 else (64, 64, 4, 4, 1, 0)
+            found.append(_knobs(m, first, (64, 128, 4, 4, 1, 0) if deep2 else (128, 64, 4, 4, 1, 0)))
+        elif m == 64:
+            found.append(_knobs(m, (64, 64, 4, 4, 0, 0), (128, 64, 4, 4, 0, 0)))
         else:
-            found.append(_knobs(m, 0, int(tma), (128, 64, 8, 4), (256, 64, 8, 3)))
-            found.append(_knobs(m, 0, 0, (64, 64, 4, 4), (128, 64, 4, 4)))
+            t = int(tma)
+            found.append(_knobs(m, (128, 64, 8, 4 if t else 3, int(deep1), t), (256, 64, 8, 4 if t else 3, 0, t)))
+            found.append(_knobs(m, (128, 64, 8, 3, 0, 0), (256, 64, 8, 3, 0, 0)))
     return found
 
 
-def _knobs(m: int, swap: int, tma: int, first: tuple[int, ...], second: tuple[int, ...]) -> dict[str, int]:
-    return dict(zip(KNOBS, (m, swap, tma, *first, *second)))
+def _knobs(m: int, first: tuple[int, ...], second: tuple[int, ...]) -> dict[str, int]:
+    return dict(zip(KNOBS, (m, *first, *second)))

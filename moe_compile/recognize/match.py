@@ -1,8 +1,8 @@
 """From the term of a combined output to an ExpertsSpec: the term *is* the meaning, this reads it off and checks it.
 
-out[t, h] = sum_k w[t, k] * (sum_i act(gate, up)[i] * down[e, h, i] + bias[e, h]) with e = ids[t, k]. Roles come from the
-binders, never from sizes. Every leaf must be exactly one operand, read at exactly the indices that the spec's layouts
-mean, in full, and still hold what was read.
+out[t, h] = sum_k w[t, k] * (sum_i act(gate, up)[i] * down[e, h, i] + bias[e, h]) with e = ids[t, k]. Roles come from
+the binders, never from sizes. Every leaf must be exactly one operand, read at exactly the indices that the spec's
+layouts mean, in full, and still hold what was read.
 """
 
 from __future__ import annotations
@@ -19,18 +19,10 @@ from ..algebra.layout import Val, number_of
 from ..algebra.terms import Affine, Axis, Size, Term, as_size, axis_index, find, flat, leaves, times
 from ..nodes import fake
 from ..spec import ExpertsSpec, Layout, short_dtype
-from ..verdict import Reject
+from ..verdict import Reject, Unproved
 
 if TYPE_CHECKING:
     from .walk import Walk
-
-
-class Mismatch(Exception):
-    """Carries the Reject of a proof that failed, out of nested readers."""
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.verdict = Reject(reason, detail)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +66,7 @@ def match(walk: Walk, root: torch.fx.Node, value: Val) -> Match | Reject:
     """The match of a combined value, or why it is not one."""
     try:
         return _Reader(walk, root, value).read()
-    except Mismatch as m:
+    except Unproved as m:
         return m.verdict
 
 
@@ -97,7 +89,7 @@ class _Reader:
     def __init__(self, walk: Walk, root: torch.fx.Node, value: Val) -> None:
         self.walk, self.terms, self.root, self.value = walk, walk.terms, root, value
         if not value.dims or len(value.dims[-1]) != 1 or not value.plain:
-            raise Mismatch("the result's last dim is not the hidden one")
+            raise Unproved("the result's last dim is not the hidden one")
         last = value.dims[-1][0]
         assert isinstance(last, Axis)
         self.h_out = last
@@ -116,7 +108,7 @@ class _Reader:
         self.K = times(*(a.size for a in k_axes))
         self.k = number_of(k_axes)
         if type(self.K) is not int:
-            raise Mismatch("the number of choices is not static", str(self.K))
+            raise Unproved("the number of choices is not static", str(self.K))
         weight, y = self._weighted(body)
         y, down_bias = self._biased(y)
         i, down, act = self._down(y)
@@ -132,25 +124,29 @@ class _Reader:
         experts = [f for f in factors if f.dots]
         others = [f for f in factors if not f.dots]
         if len(experts) != 1:
-            raise Mismatch("the combined value is not one expert output times a weight", f"{len(experts)} expert outputs")
+            raise Unproved(
+                "the combined value is not one expert output times a weight", f"{len(experts)} expert outputs"
+            )
         if len(others) > 1:
-            raise Mismatch("the routing weight is applied more than once, or is an expression", f"{len(others)} factors")
+            raise Unproved(
+                "the routing weight is applied more than once, or is an expression", f"{len(others)} factors"
+            )
         return (self._route_leaf(others[0], "routing weight") if others else None), experts[0]
 
     def _route_leaf(self, t: Term, role: str) -> Term:
         """A leaf that is a whole [T, K] tensor read at (t, k)."""
         t = strip(t) if t.op != "leaf" else t
         if t.op != "leaf" or t.routed:
-            raise Mismatch(f"the {role} is not a tensor of tokens by choices", repr(t))
+            raise Unproved(f"the {role} is not a tensor of tokens by choices", repr(t))
         self._whole(t, self.t.scaled(self.K) + self.k, times(self.T, self.K), role)
         return t
 
     def _whole(self, leaf: Term, position: Affine, numel: Size, role: str) -> None:
         sizes = tuple(self._sizes(leaf))
         if flat(leaf.index, sizes) != position:
-            raise Mismatch(f"the {role} is not read at its own token and choice", repr(leaf))
+            raise Unproved(f"the {role} is not read at its own token and choice", repr(leaf))
         if times(*sizes) != numel:
-            raise Mismatch(f"the {role} is only partly used", f"{sizes} holds more than {numel}")
+            raise Unproved(f"the {role} is only partly used", f"{sizes} holds more than {numel}")
 
     def _sizes(self, leaf: Term) -> list[Size]:
         return [as_size(n) for n in fake(leaf.attr.node).shape]
@@ -163,7 +159,7 @@ class _Reader:
             if linear.dots and not bias.dots:
                 bias = strip(bias)
                 if bias.op != "leaf" or len(bias.index) != 2 or bias.index[1] != axis_index(self.h_out):
-                    raise Mismatch("what is added to the experts' output is not a bias per expert", repr(bias))
+                    raise Unproved("what is added to the experts' output is not a bias per expert", repr(bias))
                 self._expert(bias.index[0], "output bias")
                 return strip(linear), bias
         return y, None
@@ -172,24 +168,24 @@ class _Reader:
         """The index must be the one ids tensor of the block, at (t, k)."""
         ids = index.single
         if not isinstance(ids, Term) or ids.op != "leaf" or ids.routed:
-            raise Mismatch(f"the {role} is not read at the expert id", repr(index))
+            raise Unproved(f"the {role} is not read at the expert id", repr(index))
         if self.ids is None:
             self._route_leaf(ids, "expert id")
             self.ids = ids
         elif self.ids is not ids:
-            raise Mismatch("the expert ids differ between the linears", f"{role}: {ids!r} and {self.ids!r}")
+            raise Unproved("the expert ids differ between the linears", f"{role}: {ids!r} and {self.ids!r}")
 
     def _down(self, y: Term) -> tuple[Axis, Term, Term]:
         if y.op != "dot":
-            raise Mismatch("the experts' output is not a linear", repr(y)[:200])
+            raise Unproved("the experts' output is not a linear", repr(y)[:200])
         axes, (a, b) = self.terms.open(y)
         down, act = (a, b) if b.dots else (b, a)
         if len(axes) != 1:
-            raise Mismatch("the second linear contracts more or less than one dim", str(axes))
+            raise Unproved("the second linear contracts more or less than one dim", str(axes))
         if down.op != "leaf" or down.dots:
-            raise Mismatch("the second linear's weights are computed in the graph", repr(down)[:200])
+            raise Unproved("the second linear's weights are computed in the graph", repr(down)[:200])
         if len(down.index) != 3:
-            raise Mismatch("the second linear's weights are not a tensor of experts by rows by columns", repr(down))
+            raise Unproved("the second linear's weights are not a tensor of experts by rows by columns", repr(down))
         self._expert(down.index[0], "second linear")
         return axes[0], down, act
 
@@ -217,15 +213,15 @@ class _Reader:
                 if stream not in streams:
                     streams.append(stream)
                 if len(streams) > 2:
-                    raise Mismatch("the activation reads more than a gate and an up projection")
+                    raise Unproved("the activation reads more than a gate and an up projection")
                 return Expr(("gate", "up")[streams.index(stream)])
             if t.op == "pw":
                 if t.attr not in pointwise_table():
-                    raise Mismatch("the activation uses a function that kernels don't have", str(t.attr))
+                    raise Unproved("the activation uses a function that kernels don't have", str(t.attr))
                 return apply(t.attr, *map(visit, t.args))
             if t.op == "leaf" or not t.dots:
-                raise Mismatch("the activation reads something else than the first linear", repr(t)[:200])
-            raise Mismatch("between the linears there is more than a pointwise function", repr(t)[:200])
+                raise Unproved("the activation reads something else than the first linear", repr(t)[:200])
+            raise Unproved("between the linears there is more than a pointwise function", repr(t)[:200])
 
         return visit(t)
 
@@ -242,9 +238,9 @@ class _Reader:
         axes, (a, b) = self.terms.open(t)
         weight, x = (a, b) if _expert_weight(a) else (b, a)
         if not _expert_weight(weight) or x.dots:
-            raise Mismatch("the first linear is not a token's hidden state times an expert's weights", repr(t)[:200])
+            raise Unproved("the first linear is not a token's hidden state times an expert's weights", repr(t)[:200])
         if len(axes) != 1:
-            raise Mismatch("the first linear contracts more or less than one dim", str(axes))
+            raise Unproved("the first linear contracts more or less than one dim", str(axes))
         h = axes[0]
         self._hidden(x, h)
         self._expert(weight.index[0], "first linear")
@@ -253,14 +249,14 @@ class _Reader:
         elif weight.index[1] == axis_index(h):
             storage, row = "EHG", weight.index[2]
         else:
-            raise Mismatch("the first linear's weights are not read along hidden", repr(weight))
+            raise Unproved("the first linear's weights are not read along hidden", repr(weight))
         items = dict(row.items)
         coefficient = items.pop(self.i, None)
         if items or coefficient is None:
-            raise Mismatch("the first linear's rows are not the activation's channels", repr(row))
+            raise Unproved("the first linear's rows are not the activation's channels", repr(row))
         if bias is not None:
             if len(bias.index) != 2 or bias.index[1] != row:
-                raise Mismatch("the first linear's bias is read at other channels", repr(bias))
+                raise Unproved("the first linear's bias is read at other channels", repr(bias))
             self._expert(bias.index[0], "first bias")
         return _Stream(weight, storage, coefficient, row.const, bias)
 
@@ -270,18 +266,18 @@ class _Reader:
             x, weight = sorted(factors, key=lambda f: h not in f.free)
             weight = self._route_leaf(weight, "routing weight")
             if self.input_weight not in (None, weight):
-                raise Mismatch("gate and up are weighted differently")
+                raise Unproved("gate and up are weighted differently")
             self.input_weight = weight
         else:
             x = factors[0]
         if x.op != "leaf" or x.routed:
-            raise Mismatch("the first linear's input is not a tensor of hidden states", repr(x)[:200])
+            raise Unproved("the first linear's input is not a tensor of hidden states", repr(x)[:200])
         H = h.size
         self._whole(x, self.t.scaled(H) + axis_index(h), times(self.T, H), "hidden states")
         self.h_in = self.h_in or h
         x = self.terms.substitute(x, {h: axis_index(self.h_in)})
         if self.hidden not in (None, x):
-            raise Mismatch("gate and up read different hidden states", f"{self.hidden!r} and {x!r}")
+            raise Unproved("gate and up read different hidden states", f"{self.hidden!r} and {x!r}")
         self.hidden = x
 
     # the spec
@@ -292,24 +288,24 @@ class _Reader:
         assert self.ids is not None
         hidden = self.hidden
         if hidden is None:
-            raise Mismatch("the activation does not depend on the hidden states")
-        H, I = self.h_out.size, self.i.size  # noqa: E741
+            raise Unproved("the activation does not depend on the hidden states")
+        H, I = self.h_out.size, self.i.size
         E, *_ = self._sizes(down)
         if any(type(n) is not int for n in (E, H, I)):
-            raise Mismatch("the experts' sizes are not static", f"E={E} H={H} I={I}")
+            raise Unproved("the experts' sizes are not static", f"E={E} H={H} I={I}")
         index = (axis_index(self.h_out), axis_index(self.i))
         if down.index[1:] == index:
             down_storage, shape = "EHI", [E, H, I]
         elif down.index[1:] == index[::-1]:
             down_storage, shape = "EIH", [E, I, H]
         else:
-            raise Mismatch("the second linear's weights are not read along channels and hidden", repr(down))
+            raise Unproved("the second linear's weights are not read along channels and hidden", repr(down))
         if self._sizes(down) != shape:
-            raise Mismatch("the second linear's weights are only partly used", f"{self._sizes(down)}, not {shape}")
+            raise Unproved("the second linear's weights are only partly used", f"{self._sizes(down)}, not {shape}")
         if down_bias is not None and self._sizes(down_bias) != [E, H]:
-            raise Mismatch("the output bias is only partly used", str(self._sizes(down_bias)))
+            raise Unproved("the output bias is only partly used", str(self._sizes(down_bias)))
         if weight is not None and self.input_weight is not None:
-            raise Mismatch("the routing weight is applied twice")
+            raise Unproved("the routing weight is applied twice")
         halves, order = self._halves(streams, E, H, I)
         if order != [0, 1] and len(streams) == 2:
             streams = [streams[1], streams[0]]
@@ -321,13 +317,16 @@ class _Reader:
         tensors = {"hidden states": hidden, "first linear": streams[0].weight, "second linear": down}
         dtypes = {role: short_dtype(t.dtype) for role, t in tensors.items()}
         if len(set(dtypes.values())) != 1 or None in dtypes.values() or self.act_dtype != hidden.dtype:
-            raise Mismatch("hidden states, activation and expert weights differ in dtype",
-                           f"{dtypes}, activation {self.act_dtype}")
+            raise Unproved(
+                "hidden states, activation and expert weights differ in dtype", f"{dtypes}, activation {self.act_dtype}"
+            )
         route = weight if weight is not None else self.input_weight
         out = short_dtype(fake(self.root).dtype)
         w = short_dtype(route.dtype) if route is not None else dtypes["hidden states"]
         if out is None or w is None:
-            raise Mismatch("a dtype that specs don't have", f"weights {route and route.dtype}, result {self.value.dtype}")
+            raise Unproved(
+                "a dtype that specs don't have", f"weights {route and route.dtype}, result {self.value.dtype}"
+            )
         biases = (streams[0].bias is not None, down_bias is not None)
         spec = ExpertsSpec(
             E=E, K=self.K, H=H, I=I, act=act, gate_up=Layout(storage=streams[0].storage, halves=halves),
@@ -338,7 +337,7 @@ class _Reader:
         read = tuple(leaves(self.value.term))
         stale = [leaf for leaf in read if not self.walk.current(leaf)]
         if stale:
-            raise Mismatch("a tensor was changed after the block read it", stale[0].attr.name)
+            raise Unproved("a tensor was changed after the block read it", stale[0].attr.name)
         held = streams if halves == "separate" else streams[:1]
         return Match(
             spec=spec,
@@ -352,7 +351,7 @@ class _Reader:
             leaves=read,
         )
 
-    def _halves(self, streams: list[_Stream], E: int, H: int, I: int) -> tuple[str, list[int]]:  # noqa: E741
+    def _halves(self, streams: list[_Stream], E: int, H: int, I: int) -> tuple[str, list[int]]:
         """Where the streams' rows sit in their tensor(s); and the order of the streams by position there."""
         first = streams[0]
         weights = {s.weight.attr for s in streams}
@@ -360,17 +359,19 @@ class _Reader:
         for s in streams:
             shape = [E, G, H] if s.storage == "EGH" else [E, H, G]
             if self._sizes(s.weight) != shape:
-                raise Mismatch("the first linear's weights are only partly used", f"{self._sizes(s.weight)}, not {shape}")
+                raise Unproved(
+                    "the first linear's weights are only partly used", f"{self._sizes(s.weight)}, not {shape}"
+                )
             if s.storage != first.storage or (s.bias is None) != (first.bias is None):
-                raise Mismatch("gate and up are stored differently")
+                raise Unproved("gate and up are stored differently")
             if s.bias is not None and self._sizes(s.bias) != [E, G]:
-                raise Mismatch("the first linear's bias is only partly used", str(self._sizes(s.bias)))
+                raise Unproved("the first linear's bias is only partly used", str(self._sizes(s.bias)))
         if len(weights) == 1 and first.bias is not None and len({s.bias.attr for s in streams if s.bias}) != 1:
-            raise Mismatch("gate and up are stored differently")
+            raise Unproved("gate and up are stored differently")
         rows = [s.row for s in streams]
         if len(streams) == 1 or len(weights) == 2:
             if any(r != (1, 0) for r in rows):
-                raise Mismatch("the first linear's rows are permuted", str(rows))
+                raise Unproved("the first linear's rows are permuted", str(rows))
             return ("up" if len(streams) == 1 else "separate"), list(range(len(streams)))
         order = sorted(range(2), key=lambda n: rows[n][1])
         placed = [rows[n] for n in order]
@@ -378,7 +379,7 @@ class _Reader:
             return "gate_up", order
         if placed == [(2, 0), (2, 1)]:
             return "gate_up_interleaved", order
-        raise Mismatch("gate and up rows are neither halves nor interleaved", str(rows))
+        raise Unproved("gate and up rows are neither halves nor interleaved", str(rows))
 
 
 _SWAPPED = {"gate_up": "up_gate", "gate_up_interleaved": "up_gate_interleaved"}

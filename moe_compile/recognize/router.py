@@ -1,8 +1,8 @@
 """From the definitions of a block's ids and weights to a RouterSpec.
 
-The slice of the graph that makes them, back to the logits, is walked again with nothing cut, so that the weights become a
-term over logits[t, e] and each top-k says what it chose from. That term is compared with the terms a RouterSpec means;
-hash-consing makes the comparison exact. Anything else keeps its nodes, with the reason.
+The slice of the graph that makes them, back to the logits, is walked again with nothing cut, so that the weights
+become a term over logits[t, e] and each top-k says what it chose from. That term is compared with the terms a
+RouterSpec means; hash-consing makes the comparison exact. Anything else keeps its nodes, with the reason.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..algebra.terms import Affine, Axis, Term, as_size, axis_index, find, flat,
 from ..canonical import canonical, mutated_arguments
 from ..nodes import fake, storage
 from ..spec import RouterSpec, short_dtype
-from ..verdict import Reject
-from .match import Match, Mismatch, scalar_value, strip
+from ..verdict import Reject, Unproved
+from .match import Match, scalar_value, strip
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -45,7 +45,7 @@ def match_router(gm: torch.fx.GraphModule, walk: Walk, root: torch.fx.Node, bloc
     try:
         nodes = _slice(gm, root, (block.ids, block.weights))
         return _read(walk, nodes, block)
-    except Mismatch as m:
+    except Unproved as m:
         return m.verdict
 
 
@@ -73,12 +73,12 @@ def _slice(gm: torch.fx.GraphModule, root: torch.fx.Node, ends: tuple[torch.fx.N
             continue
         chosen.add(n)
         if len(chosen) > _SLICE_LIMIT:
-            raise Mismatch("the router is not a short function of logits", f"more than {_SLICE_LIMIT} operations")
+            raise Unproved("the router is not a short function of logits", f"more than {_SLICE_LIMIT} operations")
         todo.extend(n.all_input_nodes)
         todo.extend(w for w, written in writers if w not in chosen and not memory.isdisjoint(written))
     late = [w for w, written in writers if w not in chosen and not memory.isdisjoint(written)]
     if late:
-        raise Mismatch("the router's tensors are written by an operation that no rule knows", late[0].name)
+        raise Unproved("the router's tensors are written by an operation that no rule knows", late[0].name)
     return [n for n in before if n in chosen]
 
 
@@ -87,11 +87,11 @@ def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:
     for n in nodes:
         opened.visit(n)
     if block.ids not in opened.selections:
-        raise Mismatch("the expert ids are not the indices of a top-k", block.ids.name)
+        raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
     weights = opened.value(block.weights)
     ids = opened.value(block.ids)
     if not isinstance(weights, Val) or not isinstance(ids, Val) or weights.sizes != ids.sizes:
-        raise Mismatch("weights and ids differ in shape")
+        raise Unproved("weights and ids differ in shape")
     return _Router(opened, nodes, block, weights, ids).read()
 
 
@@ -103,20 +103,20 @@ class _Router:
         self.E = self.choice.sizes[-1]
         digits = [a for a in self.choice.dims[-1] if isinstance(a, Axis)]
         if self.E != block.spec.E or len(digits) not in (1, 2):
-            raise Mismatch("the top-k is not over all experts", f"{self.E} of {block.spec.E}")
+            raise Unproved("the top-k is not over all experts", f"{self.E} of {block.spec.E}")
         # the experts' axis; where a mask of groups split it, e = g * size + j
         self.e = digits[0] if len(digits) == 1 else Axis(self.E)
         self.group = digits if len(digits) == 2 else None
-        self.split = {} if not self.group else {
-            self.e: axis_index(digits[0]).scaled(digits[1].size) + axis_index(digits[1])
-        }
+        self.split = (
+            {} if not self.group else {self.e: axis_index(digits[0]).scaled(digits[1].size) + axis_index(digits[1])}
+        )
         self.t_axes = [a for d in self.choice.dims[:-1] for a in d if isinstance(a, Axis)]
         # name the weights' axes as the choice's: tokens alike, and k as the ids'
         self.k_axes = [a for a in ids.dims[-1] if isinstance(a, Axis)]
         mapping: dict[Axis, Affine] = {}
         for have, want in zip(weights.dims, ids.dims):
             if len(have) != len(want):
-                raise Mismatch("weights and ids differ in layout")
+                raise Unproved("weights and ids differ in layout")
             mapping.update({a: axis_index(b) for a, b in zip(have, want)})  # type: ignore[arg-type, misc]
         self.w = self.terms.substitute(weights.term, mapping)
         self.ids = ids.term
@@ -162,7 +162,7 @@ class _Router:
                 total = next(a for a in total.args if a is not eps_term)
         expected = self.terms.bind("sum", tuple(self.k_axes), (numerator,), dtype=total.dtype)
         if total is not expected:
-            raise Mismatch("the weights are divided by something else than their sum", repr(denominator)[:200])
+            raise Unproved("the weights are divided by something else than their sum", repr(denominator)[:200])
         return numerator, ("sum_plus_eps" if eps else "sum"), eps
 
     def _score(self, s: Term) -> tuple[str, torch.dtype, Term, Term]:
@@ -171,7 +171,7 @@ class _Router:
             axes, (body,) = self.terms.open(s)
             body = _uncast(body)
             if body.op != "leaf" or len(axes) != 1:
-                raise Mismatch("a softmax of something else than logits", repr(body)[:200])
+                raise Unproved("a softmax of something else than logits", repr(body)[:200])
             if s.index == (self.terms.value(self.ids),):  # over the experts, read at the ids
                 logits = self.terms.substitute(body, {axes[0]: axis_index(self.e)})
                 at_e = self.terms.make("softmax", s.args, (axis_index(self.e),), s.bound, s.attr, s.dtype)
@@ -179,17 +179,17 @@ class _Router:
             if [axis_index(a) for a in self.k_axes] == list(s.index):  # over the chosen
                 logits = self._at_expert(self.terms.substitute(body, {axes[0]: axis_index(self.k_axes[0])}))
                 return "topk_softmax", s.dtype, logits, logits
-            raise Mismatch("a softmax over neither the experts nor the choices", repr(s)[:200])
+            raise Unproved("a softmax over neither the experts nor the choices", repr(s)[:200])
         name = "sigmoid"
         inner = s
         if s.op == "pw" and s.attr == "sqrt":
             name, inner = "sqrtsoftplus", s.args[0]
         function = {"sigmoid": "sigmoid", "sqrtsoftplus": "softplus"}[name]
         if inner.op != "pw" or inner.attr != function or inner.dtype != s.dtype:
-            raise Mismatch("an unknown score function", repr(s)[:200])
+            raise Unproved("an unknown score function", repr(s)[:200])
         chosen = _uncast(inner.args[0])
         if chosen.op != "leaf":
-            raise Mismatch("a score of something else than logits", repr(chosen)[:200])
+            raise Unproved("a score of something else than logits", repr(chosen)[:200])
         logits = self._at_expert(chosen)
         at_e = self._expand(s, chosen, logits)
         if find(self.choice.term, lambda t: t is at_e) is None and self.choice.term is logits and name == "sigmoid":
@@ -207,7 +207,7 @@ class _Router:
         """The leaf read at the ids, read at e instead."""
         at = self.terms.value(self.ids)
         if leaf.op != "leaf" or at not in leaf.index:
-            raise Mismatch("the weights are not scores at the chosen experts", repr(leaf)[:200])
+            raise Unproved("the weights are not scores at the chosen experts", repr(leaf)[:200])
         index = tuple(axis_index(self.e) if i == at else i for i in leaf.index)
         return self.terms.make("leaf", (), index, (), leaf.attr, leaf.dtype)
 
@@ -224,21 +224,21 @@ class _Router:
             bias = strip(next((a for a in choice.args if a is not score), score))
             if bias.op == "leaf" and bias.index == (at,) and self._sizes(bias) == [self.E]:
                 return bias.attr.node, groups
-        raise Mismatch("the experts are chosen by something else than the scores", repr(choice)[:200])
+        raise Unproved("the experts are chosen by something else than the scores", repr(choice)[:200])
 
     def _grouped(self, masked: Term, g: Axis, j: Axis) -> tuple[Term, dict[str, object]]:
         """where(not in a chosen group, fill, c) at e = g * size + j: c, and what the choice of groups means."""
         if masked.op != "pw" or masked.attr != "where":
-            raise Mismatch("a choice over groups in an unknown form", repr(masked)[:200])
+            raise Unproved("a choice over groups in an unknown form", repr(masked)[:200])
         mask, fill, c = masked.args
         inner = mask.args[0] if mask.op == "pw" and mask.attr == "invert" else mask
         inner = inner.args[0] if inner.op == "cast" else inner
         if inner is mask or inner.op != "scat" or fill.op != "const" or inner.index != (axis_index(g),):
-            raise Mismatch("a mask of groups in an unknown form", repr(mask)[:200])
+            raise Unproved("a mask of groups in an unknown form", repr(mask)[:200])
         _, (ids, value, base) = self.terms.open(inner)
         scores = self.walk.selections.get(ids.attr.node) if ids.op == "leaf" else None
         if scores is None or float(value.attr[1]) != 1 or float(base.attr[1]) != 0:
-            raise Mismatch("groups that are not chosen by a top-k", repr(mask)[:200])
+            raise Unproved("groups that are not chosen by a top-k", repr(mask)[:200])
         return c, {
             "groups": g.size, "top_groups": as_size(fake(ids.attr.node).shape[-1]),
             "group_score": self._group_score(scores, c, g, j), "group_fill": float(fill.attr[1]),
@@ -248,23 +248,23 @@ class _Router:
         """How the groups' scores come from their members' `c`."""
         axes = [a for d in scores.dims for a in d if isinstance(a, Axis)]
         if scores.sizes[-1] != g.size or [a.size for a in axes] != [*(a.size for a in self.t_axes), g.size]:
-            raise Mismatch("groups that are not the choice's", f"{scores.sizes}")
+            raise Unproved("groups that are not the choice's", f"{scores.sizes}")
         mapping = {a: axis_index(b) for a, b in zip(axes, [*self.t_axes, g])}
         total = strip(self.terms.substitute(scores.term, mapping))
         if total.op not in ("sum", "max") or len(total.bound) != 1:
-            raise Mismatch("an unknown score of groups", repr(total)[:200])
+            raise Unproved("an unknown score of groups", repr(total)[:200])
         (axis,), (body,) = self.terms.open(total)
         if total.op == "max":
             if axis.size == j.size and body is self.terms.substitute(c, {j: axis_index(axis)}):
                 return "max"
-            raise Mismatch("an unknown score of groups", repr(total)[:200])
+            raise Unproved("an unknown score of groups", repr(total)[:200])
         chosen = find(body, lambda t: t.op == "leaf" and any(_choice(b) for i in t.index for b, _ in i.items))
         best = None if chosen is None else next(b for i in chosen.index for b, _ in i.items if _choice(b))
         where = tuple(map(axis_index, (axis, *self.t_axes, g)))
         if best is None or axis.size != 2 or best.index != where:
-            raise Mismatch("an unknown score of groups", repr(total)[:200])
+            raise Unproved("an unknown score of groups", repr(total)[:200])
         if body is not self.terms.substitute(c, {j: self.terms.value(best)}):
-            raise Mismatch("groups are scored by something else than their members' choice scores", repr(body)[:200])
+            raise Unproved("groups are scored by something else than their members' choice scores", repr(body)[:200])
         return "top2_sum"
 
     def _whole(self, logits: Term) -> None:
@@ -272,7 +272,7 @@ class _Router:
         t = number_of(self.t_axes)
         whole = times(*(a.size for a in self.t_axes), self.E)
         if flat(logits.index, tuple(sizes)) != t.scaled(self.E) + axis_index(self.e) or times(*sizes) != whole:
-            raise Mismatch("the logits are not a whole tensor of tokens by experts", repr(logits))
+            raise Unproved("the logits are not a whole tensor of tokens by experts", repr(logits))
 
     def _sizes(self, leaf: Term) -> list[object]:
         return [as_size(n) for n in fake(leaf.attr.node).shape]
@@ -294,5 +294,5 @@ def _uncast(t: Term) -> Term:
 def _short(dtype: torch.dtype) -> str:
     short = short_dtype(dtype)
     if short is None:
-        raise Mismatch("a dtype that specs don't have", str(dtype))
+        raise Unproved("a dtype that specs don't have", str(dtype))
     return short

@@ -3,8 +3,8 @@
 In: a GraphModule as Dynamo (or export) made it. Out: a `Recognition`: proved regions with their specs and operands, and
 for what looked like a block and was not proved, the reason, the node and its place. The graph is not changed.
 
-A value may be wrong in no case, only vague: what no rule describes is a leaf of its own node. Mutation is a new version of
-a storage; entries of older versions turn into leaves when they are next read.
+A value may be wrong in no case, only vague: what no rule describes is a leaf of its own node. Mutation is a new version
+of a storage; entries of older versions turn into leaves when they are next read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..canonical import Call, canonical, mutated_arguments
 from ..journal import Where
 from ..nodes import fake, where
 from ..spec import MoESpec
-from ..verdict import Reject
+from ..verdict import Reject, Unproved
 from .match import Match, combined, match
 from .router import RouterMatch, match_router
 from .versions import Versions
@@ -142,9 +142,7 @@ class Walk:
         else:
             for argument in mutated_arguments(node):
                 self._written(argument)
-            if isinstance(result, tuple):
-                self._env[node] = (result, self.versions.of(node))
-            elif isinstance(result, Val):
+            if isinstance(result, (tuple, Val)):
                 self._env[node] = (result, self.versions.of(node))
         return result if isinstance(result, Reject) else None
 
@@ -157,7 +155,10 @@ class Walk:
         target = call.args.get(call.mutates) if call.mutates else None
         if isinstance(target, torch.fx.Node) and isinstance(fake(target), torch.Tensor):
             self.node = target  # an in-place result has its target's shape and dtype
-        return transfer(self, call)
+        try:
+            return transfer(self, call)
+        except Unproved as stop:
+            return stop.verdict
 
     def _written(self, argument: Any) -> None:
         if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):

@@ -1,8 +1,8 @@
 """Transfer functions: what each canonical operation does to (layout, term) values. One file per op family.
 
-A rule takes the context and the bound call, and returns the value of the node's result, exactly; or a `Reject` that
-says why it can't (the node then becomes a leaf of itself, which is always true); or None where a leaf is simply the best
-description. Adding a spelling means adding a rule here, and a near-miss test beside its test.
+A rule takes the context and the bound call, and returns the value of the node's result, exactly; or raises `Unproved`
+with the reason why it can't (the node then becomes a leaf of itself, which is always true); or returns None where a
+leaf is simply the best description. Adding a spelling means adding a rule, and a near-miss test beside its test.
 """
 
 from __future__ import annotations

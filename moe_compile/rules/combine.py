@@ -5,40 +5,31 @@ from __future__ import annotations
 from ..algebra.layout import Val
 from ..algebra.terms import axis_index
 from ..canonical import Call
-from ..verdict import Reject
-from .registry import Context, Result, cut_here, dim_of, rule, static_int, val
+from ..nodes import fake
+from ..verdict import Unproved
+from .registry import Context, Result, cut_here, dim, dims, rule, val
 
 
 @rule("sum")
 def _sum(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     if cut_here(c, v):
         return None
     asked = call.get("dim")
     rank = len(v.dims)
-    which = (
-        set(range(rank)) if asked is None or asked == () else
-        {dim_of(int(d), rank) for d in (asked if isinstance(asked, (tuple, list)) else (asked,))}
-    )
+    which = set(range(rank)) if asked is None or asked == () else set(dims(c, asked, rank))
     summed = Val(tuple(d for i, d in enumerate(v.dims) if i in which), v.term, v.dtype)
     keep = bool(call.get("keepdim"))
-    dims = tuple(() if i in which else d for i, d in enumerate(v.dims) if keep or i not in which)
-    return Val(dims, c.terms.bind("sum", tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
+    kept = tuple(() if i in which else d for i, d in enumerate(v.dims) if keep or i not in which)
+    return Val(kept, c.terms.bind("sum", tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
 
 
 @rule("softmax")
 def _softmax(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     if cut_here(c, v):
         return None
-    d = static_int(c, call.get("dim"))
-    if d is None:
-        return Reject("a softmax over an unknown dim")
-    d = dim_of(d, len(v.dims))
+    d = dim(c, call.get("dim"), len(v.dims))
     body = Val((v.dims[d],), v.term, v.dtype)
     term = v.term if c.dtype == v.dtype else c.terms.make("cast", (v.term,), dtype=c.dtype)
     axes = tuple(body.axes())
@@ -49,25 +40,21 @@ def _softmax(c: Context, call: Call) -> Result:
 @rule("mean")
 def _mean(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
-    return None if cut_here(c, v) else Reject("a mean where a sum is expected")
+    if cut_here(c, v):
+        return None
+    raise Unproved("a mean where a sum is expected")
 
 
 @rule("amax")
 def _amax(c: Context, call: Call) -> Result:
+    """The best of a dim; of the two results of `max` along a dim, the values."""
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
-    out = _maximum(c, v, call)
-    return out if isinstance(out, Reject) or not isinstance(c.node.meta.get("example_value", c.node.meta.get("val")),
-                                                            tuple) else (out, None)
-
-
-def _maximum(c: Context, v: Val, call: Call) -> Val | Reject:
-    d = static_int(c, call.get("dim"))
-    if c.cut or d is None or call.get("keepdim"):
-        return Reject("a maximum where a sum is expected")
-    d = dim_of(d, len(v.dims))
+    if c.cut:
+        return None
+    if call.get("keepdim"):
+        raise Unproved("a maximum that keeps its dim")
+    d = dim(c, call.get("dim"), len(v.dims))
     body = Val((v.dims[d],), v.term, v.dtype)
-    return Val((*v.dims[:d], *v.dims[d + 1 :]), c.terms.bind("max", tuple(body.axes()), (v.term,), dtype=v.dtype), v.dtype)
+    best = c.terms.bind("max", tuple(body.axes()), (v.term,), dtype=v.dtype)
+    out = Val((*v.dims[:d], *v.dims[d + 1 :]), best, v.dtype)
+    return (out, None) if isinstance(fake(c.node), tuple) else out

@@ -2,56 +2,46 @@
 
 from __future__ import annotations
 
-from ..algebra.layout import Dim, Val, broadcast, decode, refresh, taken
+from ..algebra.layout import Val, broadcast, decode, refresh, taken
 from ..algebra.terms import Affine, Axis, Size, Term, axis_index, times
 from ..canonical import Call
-from ..verdict import Reject
-from .registry import Context, Result, dim_of, integer, is_zero, ordinary, rule, static_int, val
+from ..verdict import Unproved
+from .registry import Context, Result, dim, integer, is_zero, ordinary, rule, val
 
 
 def index_cuts(c: Context, source: Val, at: Val) -> bool:
     """Whether a lookup is best left as a leaf: of a vector, or of integers (a table of ids), which no linear reads."""
-    return c.cut and ordinary(source) and ordinary(at) and (
-        len(source.dims) < 2 or not source.dtype.is_floating_point
-    )
+    return c.cut and ordinary(source) and ordinary(at) and (len(source.dims) < 2 or not source.dtype.is_floating_point)
 
 
 @rule("index_select")
 def _index_select(c: Context, call: Call) -> Result:
     v, at = val(c, call.get("input")), val(c, call.get("index"))
-    if isinstance(v, Reject) or isinstance(at, Reject):
-        return v if isinstance(v, Reject) else at
-    return None if index_cuts(c, v, at) else taken(c.terms, v, dim_of(call.args["dim"], len(v.dims)), at)
+    return None if index_cuts(c, v, at) else taken(c.terms, v, dim(c, call.get("dim"), len(v.dims)), at)
 
 
 @rule("gather")
 def _gather(c: Context, call: Call) -> Result:
     """out[.., j, ..] = input[.., index[.., j, ..], ..]: the other dims are read at the index's own axes."""
     v, at = val(c, call.get("input")), val(c, call.get("index"))
-    if isinstance(v, Reject) or isinstance(at, Reject):
-        return v if isinstance(v, Reject) else at
     if c.cut and ordinary(v) and ordinary(at):
         return None
-    d = dim_of(call.args["dim"], len(v.dims))
+    d = dim(c, call.get("dim"), len(v.dims))
     v = refresh(c.terms, v)
     others = [i for i in range(len(v.dims)) if i != d]
     if any(v.sizes[i] != at.sizes[i] for i in others):
-        return Reject("a gather that reads part of a dim")
+        raise Unproved("a gather that reads part of a dim")
     # align the other dims of both by broadcasting index values against a copy of the input without dim d
     probe = Val(tuple(() if i == d else x for i, x in enumerate(v.dims)), v.term, v.dtype)
     got = broadcast(c.terms, [at, probe])
-    if isinstance(got, Reject):
-        return got
     dims, (index_term, source_term) = got
     found = decode(c.terms, c.terms.value(index_term), v.dims[d])
-    if isinstance(found, Reject):
-        return found
     return Val(dims, c.terms.substitute(source_term, found), v.dtype)
 
 
 def bijection(index: Affine, axes: list[Axis], size: Size) -> tuple[Axis, ...] | None:
     """`axes` from most to least significant where `index` numbers them row-major, exactly covering [0, size)."""
-    if index.const != 0 or {b for b, _ in index.items} != {a for a in axes}:
+    if index.const != 0 or {b for b, _ in index.items} != set(axes):
         return None
     coefficient = dict(index.items)
     span: Size = 1
@@ -68,28 +58,26 @@ def bijection(index: Affine, axes: list[Axis], size: Size) -> tuple[Axis, ...] |
 
 
 def _written(c: Context, base: Val, at: Val, source: Val, add: bool) -> Result:
-    """base with source's row r added to (or put in place of) row at[r] of dim 0. `at` and dim 0 of source are aligned."""
+    """base with source's row r added to (or put in place of) row at[r] of dim 0; `at` runs along source's dim 0."""
     rows = Val((at.dims[0],), at.term, at.dtype) if len(at.dims) == 1 else None
     if rows is None or not source.dims:
-        return Reject("an index of more than one dim")
+        raise Unproved("an index of more than one dim")
     index = Val((rows.dims[0], *((),) * (len(source.dims) - 1)), rows.term, rows.dtype)
     got = broadcast(c.terms, [index, source])
-    if isinstance(got, Reject):
-        return got
     dims, (index_term, term) = got
     where = integer(c.terms, index_term)
     if where is None:
-        return Reject("rows written at positions that depend on data")
+        raise Unproved("rows written at positions that depend on data")
     row_axes = Val((dims[0],), term, None).axes()
     used = {b for b, _ in where.items if isinstance(b, Axis)}
     kept = [a for a in row_axes if a in used]
     summed = tuple(a for a in row_axes if a not in used)
     order = bijection(where, kept, base.sizes[0])
     if order is None or (summed and not add):
-        return Reject("rows written at positions that are not proved distinct and complete", repr(where))
+        raise Unproved("rows written at positions that are not proved distinct and complete", repr(where))
     if add:
         if not is_zero(base.term):
-            return Reject("rows added onto values that are not zero")
+            raise Unproved("rows added onto values that are not zero")
         term = c.terms.bind("sum", summed, (term,), dtype=source.dtype)
     return Val((tuple(order), *dims[1:]), term, base.dtype)
 
@@ -97,32 +85,27 @@ def _written(c: Context, base: Val, at: Val, source: Val, add: bool) -> Result:
 @rule("setitem", "index_put", "index_copy")
 def _setitem(c: Context, call: Call) -> Result:
     base = val(c, call.get("input"))
-    if isinstance(base, Reject):
-        return base
     if call.op == "index_copy":
-        if dim_of(call.args["dim"], len(base.dims)) != 0:
-            return Reject("rows written along another dim")
+        if dim(c, call.get("dim"), len(base.dims)) != 0:
+            raise Unproved("rows written along another dim")
         index, value = call.get("index"), call.get("source")
     else:
         index, value = call.get("index", call.get("indices")), call.get("value", call.get("values"))
         if isinstance(index, (tuple, list)):
             if len(index) != 1:
-                return Reject("a write at an index of several parts")
+                raise Unproved("a write at an index of several parts")
             index = index[0]
     at, source = c.value(index), c.value(value)
     if not isinstance(at, Val) or not isinstance(source, Val):
-        return Reject("a write of or at something that is not a tensor")
+        raise Unproved("a write of or at something that is not a tensor")
     return _written(c, base, at, source, add=bool(call.get("accumulate")))
 
 
 @rule("index_add")
 def _index_add(c: Context, call: Call) -> Result:
     base, at, source = (val(c, call.get(n)) for n in ("input", "index", "source"))
-    for v in (base, at, source):
-        if isinstance(v, Reject):
-            return v
-    if dim_of(call.args["dim"], len(base.dims)) != 0 or call.get("alpha", 1) != 1:
-        return Reject("rows added along another dim, or scaled")
+    if dim(c, call.get("dim"), len(base.dims)) != 0 or call.get("alpha", 1) != 1:
+        raise Unproved("rows added along another dim, or scaled")
     return _written(c, base, at, source, add=True)
 
 
@@ -130,12 +113,10 @@ def _index_add(c: Context, call: Call) -> Result:
 def _scatter(c: Context, call: Call) -> Result:
     """A permutation written back (1-D), or a constant at chosen places of the last dim: scat."""
     base, at = val(c, call.get("input")), val(c, call.get("index"))
-    if isinstance(base, Reject) or isinstance(at, Reject):
-        return base if isinstance(base, Reject) else at
     if call.get("reduce") is not None:
-        return Reject("a scatter that reduces")
+        raise Unproved("a scatter that reduces")
     source = c.value(call.get("src", call.get("value")))
-    d = dim_of(call.args["dim"], len(base.dims))
+    d = dim(c, call.get("dim"), len(base.dims))
     if isinstance(source, Val) and len(base.dims) == 1:
         return _written(c, base, at, source, add=False)
     if isinstance(source, Val) and source.term.op == "const":
@@ -143,27 +124,25 @@ def _scatter(c: Context, call: Call) -> Result:
     elif isinstance(source, (int, float)):
         value = c.terms.const(source)
     else:
-        return Reject("a scatter of values that differ")
-    if base.term.op != "const" or c.cut:
-        return None if c.cut else Reject("a scatter into values that are not constant")
+        raise Unproved("a scatter of values that differ")
+    if c.cut:
+        return None
+    if base.term.op != "const":
+        raise Unproved("a scatter into values that are not constant")
     others = tuple(() if i == d else x for i, x in enumerate(at.dims))
     choices = Val((at.dims[d],), at.term, at.dtype).axes()
-    dim: Dim = (Axis(base.sizes[d]),)
-    target = axis_index(dim[0])  # type: ignore[arg-type]
-    term = c.terms.bind("scat", tuple(choices), (at.term, value, base.term), (target,), dtype=base.dtype)
-    return Val(tuple(dim if i == d else x for i, x in enumerate(others)), term, base.dtype)
+    axis = Axis(base.sizes[d])
+    term = c.terms.bind("scat", tuple(choices), (at.term, value, base.term), (axis_index(axis),), dtype=base.dtype)
+    return Val(tuple((axis,) if i == d else x for i, x in enumerate(others)), term, base.dtype)
 
 
 @rule("scatter_add")
 def _scatter_add(c: Context, call: Call) -> Result:
     """Rows added at an index that is the same along every other dim (expanded), as index_add spells it."""
     base, at, source = (val(c, call.get(n)) for n in ("input", "index", "src"))
-    for v in (base, at, source):
-        if isinstance(v, Reject):
-            return v
-    if dim_of(static_int(c, call.get("dim"), 0) or 0, len(base.dims)) != 0 or len(at.dims) != len(base.dims):
-        return Reject("rows added along another dim")
+    if dim(c, call.get("dim"), len(base.dims)) != 0 or len(at.dims) != len(base.dims):
+        raise Unproved("rows added along another dim")
     rows = Val((at.dims[0],), at.term, at.dtype)
     if not at.term.free <= set(rows.axes()) or at.sizes != source.sizes:
-        return Reject("a scatter whose index differs along the row")
+        raise Unproved("a scatter whose index differs along the row")
     return _written(c, base, rows, source, add=True)

@@ -9,15 +9,26 @@ import torch
 from ..algebra.layout import Val, broadcast
 from ..algebra.terms import Affine, Term, Terms, as_size, divmod_affine
 from ..canonical import Call
-from ..verdict import Reject
+from ..verdict import Unproved
 from .registry import Context, Result, cut_here, rule, val
 
 # canonical op -> the tensor-or-number arguments; what else a call says must be in `_EXTRA` at its default
+_TWO = """add sub mul div floordiv remainder minimum maximum eq ne lt le gt ge bitwise_and bitwise_or"""
+_ONE = """sigmoid tanh exp log log1p sqrt rsqrt abs erf square reciprocal silu relu neg invert gelu softplus"""
 _ARGS: dict[str, tuple[str, ...]] = {
-    **{op: ("input", "other") for op in ("add", "sub", "mul", "div", "floordiv", "remainder", "minimum", "maximum",
-                                         "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or")},
-    **{op: ("input",) for op in ("sigmoid", "tanh", "exp", "log", "log1p", "sqrt", "rsqrt", "abs", "erf", "square",
-                                 "reciprocal", "silu", "relu", "neg", "invert", "gelu", "softplus")},
+    **dict.fromkeys(_TWO.split(), ("input", "other")),
+    **dict.fromkeys(_ONE.split(), ("input",)),
+    "pow": ("input", "exponent"),
+    "clamp": ("input", "min", "max"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "masked_fill": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+}
+_EXTRA` at its default
+_ARGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("add", "sub", "mul", "div", "floordiv", "remainder", "minimum", "maximum", "eq", "ne", "lt", "le", "gt", "ge", "bitwise_and", "bitwise_or"), ("input", "other")),
+    **dict.fromkeys(("sigmoid", "tanh", "exp", "log", "log1p", "sqrt", "rsqrt", "abs", "erf", "square", "reciprocal", "silu", "relu", "neg", "invert", "gelu", "softplus"), ("input",)),
     "pow": ("input", "exponent"),
     "clamp": ("input", "min", "max"),
     "clamp_min": ("input", "min"),
@@ -37,11 +48,8 @@ def _pointwise(c: Context, call: Call) -> Result:
     names = _ARGS[call.op]
     for key, x in call.args.items():
         if key not in names and x not in _EXTRA.get(key, ()):
-            return Reject("an unknown argument", f"{call.op}({key}={x})")
+            raise Unproved("an unknown argument", f"{call.op}({key}={x})")
     args = [_operand(c, call.get(n)) for n in names]
-    for a in args:
-        if isinstance(a, Reject):
-            return a
     tensors = [a for a in args if isinstance(a, Val) and a.dims]
     vals: list[Val] = [a for a in args if isinstance(a, Val)]
     if not vals:
@@ -49,10 +57,8 @@ def _pointwise(c: Context, call: Call) -> Result:
     if cut_here(c, *vals) and not _integers(c.terms, vals):
         return None
     if sum(a.term.size for a in vals) > _MAX_TERM:
-        return Reject("an expression too large to follow")
+        raise Unproved("an expression too large to follow")
     got = broadcast(c.terms, tensors or vals[:1])
-    if isinstance(got, Reject):
-        return got
     dims, aligned = got
     found = iter(aligned)
     operands = [next(found) if isinstance(a, Val) and a.dims else a.term if isinstance(a, Val) else None for a in args]
@@ -65,7 +71,7 @@ def _pointwise(c: Context, call: Call) -> Result:
     return Val(dims, _make(c.terms, name, operands, c.dtype), c.dtype)
 
 
-def _operand(c: Context, argument: Any) -> Val | None | Reject:
+def _operand(c: Context, argument: Any) -> Val | None:
     v = c.value(argument)
     if v is None or isinstance(v, Val):
         return v
@@ -75,7 +81,7 @@ def _operand(c: Context, argument: Any) -> Val | None | Reject:
         integral = isinstance(v, torch.SymInt)
         term = c.terms.int(Affine.of(as_size(v))) if integral else c.terms.make("scalar", attr=argument)
         return Val((), term, int if integral else float)
-    return Reject("an operand that is neither a tensor nor a number", str(argument))
+    raise Unproved("an operand that is neither a tensor nor a number", str(argument))
 
 
 def _integers(terms: Terms, vals: list[Val]) -> bool:
@@ -134,8 +140,6 @@ def _make(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dty
 @rule("to", "type", "type_as", "convert")
 def _cast(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     new = c.dtype
     if new == v.dtype:
         return v

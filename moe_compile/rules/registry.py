@@ -11,10 +11,10 @@ import torch.fx
 from ..algebra.layout import Val
 from ..algebra.terms import Affine, Size, Term, Terms, as_size
 from ..canonical import Call
-from ..verdict import Reject
+from ..verdict import Unproved
 
 Value = Any  # Val, a number (int, float, SymInt, SymFloat), None, or a tuple of values
-Result = Any  # Val | tuple[Val | None, ...] | Reject | None
+Result = Any  # Val | tuple[Val | None, ...] | None
 
 
 class Context(Protocol):
@@ -59,24 +59,42 @@ def rule(*ops: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def val(c: Context, argument: Any) -> Val | Reject:
-    """The argument's value where it is a tensor."""
+def val(c: Context, argument: Any) -> Val:
+    """The argument's value, which must be a tensor."""
     v = c.value(argument)
-    return v if isinstance(v, Val) else Reject("not a tensor", str(argument))
+    if not isinstance(v, Val):
+        raise Unproved("not a tensor", str(argument))
+    return v
 
 
 def number(c: Context, argument: Any) -> Any:
-    """An int (or symbolic size) or float; None for None. Reject where the argument is something else."""
+    """An int, a symbolic size or a float; None for None."""
     v = c.value(argument)
     if isinstance(v, torch.SymInt):
         return as_size(v)
-    return v if v is None or isinstance(v, (int, float, bool)) or hasattr(v, "is_Integer") else Reject("not a number")
+    if v is not None and not isinstance(v, (int, float)):
+        raise Unproved("not a number", str(argument))
+    return v
 
 
-def static_int(c: Context, argument: Any, default: int | None = None) -> int | None:
-    """A plain Python int, or the default where the argument is absent or symbolic."""
+def static_int(c: Context, argument: Any, default: int | None = None) -> int:
+    """A plain Python int; the default where the argument is absent."""
     v = default if argument is None else number(c, argument)
-    return v if type(v) is int else default
+    if type(v) is not int:
+        raise Unproved("not a number known at compile time", str(argument))
+    return v
+
+
+def dim(c: Context, argument: Any, rank: int, default: int | None = None) -> int:
+    """A dim in [0, rank)."""
+    d = static_int(c, argument, default)
+    return d + rank if d < 0 else d
+
+
+def dims(c: Context, argument: Any, rank: int) -> tuple[int, ...]:
+    """One dim or several."""
+    several = argument if isinstance(argument, (tuple, list)) else (argument,)
+    return tuple(dim(c, d, rank) for d in several)
 
 
 def ordinary(v: Val) -> bool:
@@ -87,10 +105,6 @@ def ordinary(v: Val) -> bool:
 def cut_here(c: Context, *vals: Val) -> bool:
     """Whether the node's result is best described as a leaf of its own."""
     return c.cut and all(map(ordinary, vals))
-
-
-def dim_of(d: int, rank: int) -> int:
-    return d + rank if d < 0 else d
 
 
 def is_zero(t: Term) -> bool:

@@ -10,9 +10,9 @@ import torch.fx
 
 from ..algebra.layout import Dim, Val, sliced, taken
 from ..canonical import Call
-from ..verdict import Reject
+from ..verdict import Unproved
 from .gather import index_cuts
-from .registry import Context, Result, dim_of, number, rule, static_int, val
+from .registry import Context, Result, dim, number, rule, val
 
 
 @rule("getitem")
@@ -20,9 +20,11 @@ def _getitem(c: Context, call: Call) -> Result:
     source = c.value(call.get("input"))
     if isinstance(source, tuple):
         i = call.args["index"]
-        return source[i] if isinstance(i, int) and -len(source) <= i < len(source) else Reject("an unknown item")
+        if not isinstance(i, int) or not -len(source) <= i < len(source):
+            raise Unproved("an unknown item")
+        return source[i]
     if not isinstance(source, Val):
-        return Reject("not a tensor")
+        raise Unproved("not a tensor")
     index = call.args["index"]
     return index_tensor(c, source, index if isinstance(index, tuple) else (index,))
 
@@ -30,34 +32,30 @@ def _getitem(c: Context, call: Call) -> Result:
 @rule("index")
 def _index(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     return index_tensor(c, v, tuple(slice(None) if i is None else i for i in call.args["indices"]))
 
 
 @rule("slice", "select", "narrow")
 def _slice(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
-    d = dim_of(static_int(c, call.get("dim"), 0) or 0, len(v.dims))
+    d = dim(c, call.get("dim"), len(v.dims), 0)
     if call.op == "select":
         item: Any = call.args["index"]
     elif call.op == "narrow":
         start, length = number(c, call.args["start"]), number(c, call.args["length"])
-        item = slice(start, start + length) if type(start) is int and type(length) is int else None
+        if type(start) is not int or type(length) is not int:
+            raise Unproved("a slice at unknown bounds")
+        item = slice(start, start + length)
     else:
         item = slice(call.get("start"), call.get("end"), call.get("step"))
-    if item is None:
-        return Reject("a slice at unknown bounds")
     return index_tensor(c, v, (*(builtins.slice(None),) * d, item))
 
 
 def index_tensor(c: Context, v: Val, index: tuple[Any, ...]) -> Result:
-    """v[index]; at most one tensor in the index, or several that stand at neighbouring dims and are taken one by one."""
+    """v[index], with at most one tensor in the index."""
     consumed = sum(1 for i in index if i is not None and i is not Ellipsis)
     if consumed > len(v.dims):
-        return Reject("too many indices")
+        raise Unproved("too many indices")
     if Ellipsis not in [i for i in index if not isinstance(i, torch.fx.Node)]:
         index = (*index, Ellipsis)
     fill = len(v.dims) - consumed
@@ -71,44 +69,40 @@ def index_tensor(c: Context, v: Val, index: tuple[Any, ...]) -> Result:
             out, d = Val(dims, out.term, out.dtype), d + 1
         elif isinstance(item, slice):
             got = _sliced(c, out, d, item)
-            if isinstance(got, Reject):
-                return got
             out, d = got, d + 1
         else:
             at = c.value(item)
             if isinstance(at, Val):
                 if at.dtype in (torch.bool, torch.uint8):
-                    return Reject("a boolean mask as an index")
+                    raise Unproved("a boolean mask as an index")
                 tensors.append((d, at))
                 d += 1
                 continue
             n = number(c, item)
             if type(n) is not int or type(out.sizes[d]) is not int:
-                return Reject("an index at an unknown position")
+                raise Unproved("an index at an unknown position")
             got = sliced(c.terms, out, d, n + out.sizes[d] if n < 0 else n, 1)
-            if isinstance(got, Reject):
-                return got
             out = Val((*got.dims[:d], *got.dims[d + 1 :]), got.term, got.dtype)
     if not tensors:
         return out
     if len(tensors) > 1:
-        return Reject("several tensors in one index")
+        raise Unproved("several tensors in one index")
     where, at = tensors[0]
     if index_cuts(c, out, at):
         return None
     return taken(c.terms, out, where, at)
 
 
-def _sliced(c: Context, v: Val, d: int, item: slice) -> Val | Reject:
+def _sliced(c: Context, v: Val, d: int, item: slice) -> Val:
     size = v.sizes[d]
     start, stop, step = (number(c, x) for x in (item.start, item.stop, item.step))
     if start in (None, 0) and step in (None, 1) and (stop is None or stop == size or _unbounded(stop)):
         return v
     if type(size) is not int or any(x is not None and type(x) is not int for x in (start, stop, step)):
-        return Reject("a slice at unknown bounds")
+        raise Unproved("a slice at unknown bounds")
     bounds = range(*slice(start, stop, step).indices(size))
     if not len(bounds) or bounds.step < 1:
-        return Reject("an empty or reversed slice")
+        raise Unproved("an empty or reversed slice")
     return sliced(c.terms, v, d, bounds.start, len(bounds), bounds.step)
 
 

@@ -10,9 +10,9 @@ import torch.fx
 from ..algebra.layout import Ord, Order, Val, new_axes, number_of, position
 from ..algebra.terms import Affine, Axis, Term, axis_index
 from ..canonical import Call
-from ..verdict import Reject
+from ..verdict import Unproved
 from .gather import bijection
-from .registry import Context, Result, dim_of, integer, number, ordinary, rule, static_int, val
+from .registry import Context, Result, dim, integer, number, ordinary, rule, static_int, val
 
 
 def _key(c: Context, v: Val) -> Term:
@@ -30,17 +30,15 @@ _INTEGERS = (torch.int32, torch.int64, "int")
 def _sort(c: Context, call: Call) -> Result:
     """(values, indices) of a vector of integers. Rows are routes in an order of their own, even for equal keys."""
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     if len(v.dims) != 1 or v.dtype not in (torch.int32, torch.int64):
         return None
     if call.get("descending"):
-        return Reject("a descending sort of expert ids")
+        raise Unproved("a descending sort of expert ids")
     known = integer(c.terms, v.term)
     if known is not None:
         order_axes = bijection(known, v.axes(), v.sizes[0])
         if order_axes is None:
-            return Reject("a sort of positions that are not a permutation")
+            raise Unproved("a sort of positions that are not a permutation")
         dim = v.dims[0]
         if len(dim) == 1 and isinstance(dim[0], Ord):
             term = position(c.terms, dim[0].order, tuple(map(axis_index, dim[0].axes)))
@@ -49,10 +47,9 @@ def _sort(c: Context, call: Call) -> Result:
         inverse = Val((tuple(order_axes),), term, torch.int64)
         if call.op == "argsort":
             return inverse
-        _, index = new_axes(v.sizes)
         return None, inverse
     if not v.plain:
-        return Reject("a sort of rows that are sorted already")
+        raise Unproved("a sort of rows that are sorted already")
     digits = tuple(a for a in v.axes())
     order = Order(c.node.name, _key(c, v), tuple(a.size for a in digits))
     dims = (((Ord(order, digits),) if digits else ()),)
@@ -69,17 +66,15 @@ def item(node: torch.fx.Node, i: int) -> torch.fx.Node | None:
 def _topk(c: Context, call: Call) -> Result:
     """(values, ids): the ids are a leaf; the values are the input read at the ids."""
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     ids = item(c.node, 1)
     if c.cut:
         return None, None
-    d = dim_of(static_int(c, call.get("dim"), -1) or -1, len(v.dims))
+    d = dim(c, call.get("dim"), len(v.dims), -1)
     if d != len(v.dims) - 1:
-        return Reject("a top-k along a dim that is not the last")
+        raise Unproved("a top-k along a dim that is not the last")
     if ids is None:
         # only the values are read (the two best scores of a group): they are the choices of this very node
-        k = number(c, call.args["k"])
+        k = static_int(c, call.get("k"))
         axis = Axis(k)
         chosen = c.terms.make("choice", index=(axis_index(axis), *(_rest(v, d))), attr=c.node, dtype="int")
         return _at(c, v, d, Val((*v.dims[:d], (axis,) if k != 1 else ()), chosen, torch.int64)), None
@@ -88,7 +83,7 @@ def _topk(c: Context, call: Call) -> Result:
     # the ids' own dims are renamed to the input's
     axes = {b: a for da, db in zip(v.dims[:d], chosen_val.dims[:d]) for a, b in zip(da, db)}
     if any(len(da) != len(db) for da, db in zip(v.dims[:d], chosen_val.dims[:d])):
-        return Reject("a top-k over dims that do not match")
+        raise Unproved("a top-k over dims that do not match")
     mapping = {b: axis_index(a) for b, a in axes.items()}  # type: ignore[arg-type]
     term = c.terms.substitute(chosen_val.term, mapping)  # type: ignore[arg-type]
     at = Val((*v.dims[:d], chosen_val.dims[d]), term, torch.int64)
@@ -100,23 +95,21 @@ def _rest(v: Val, d: int) -> tuple[Affine, ...]:
 
 
 def _at(c: Context, v: Val, d: int, at: Val) -> Result:
-    dim = v.dims[d]
-    if len(dim) != 1 or not isinstance(dim[0], Axis):
+    chosen = v.dims[d]
+    if len(chosen) != 1 or not isinstance(chosen[0], Axis):
         return None
-    return Val(at.dims, c.terms.substitute(v.term, {dim[0]: c.terms.value(at.term)}), v.dtype)
+    return Val(at.dims, c.terms.substitute(v.term, {chosen[0]: c.terms.value(at.term)}), v.dtype)
 
 
 @rule("histc")
 def _histc(c: Context, call: Call) -> Result:
     """Counts of integers in [0, bins): histc(ids.float(), bins=E, min=0, max=E - 1 or E)."""
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     if len(v.dims) != 1:
         return None
     bins, low, high = (number(c, call.get(n, d)) for n, d in (("bins", 100), ("min", 0), ("max", 0)))
     if type(bins) is not int or low != 0 or high not in (bins - 1, bins):
-        return Reject("a histogram whose bins are not one per expert", f"bins={bins}, min={low}, max={high}")
+        raise Unproved("a histogram whose bins are not one per expert", f"bins={bins}, min={low}, max={high}")
     source = v.term.args[0] if v.term.op == "cast" else v.term
     if v.dtype not in (torch.int32, torch.int64) and source.dtype not in _INTEGERS:
         return None
@@ -127,11 +120,9 @@ def _histc(c: Context, call: Call) -> Result:
 @rule("bincount")
 def _bincount(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     size = c.sizes[0]
     if call.get("weights") is not None or type(size) is not int:
-        return Reject("a bincount of unknown length or with weights")
+        raise Unproved("a bincount of unknown length or with weights")
     dims, index = new_axes((size,))
     return Val(dims, c.terms.make("count", index=index, attr=_key(c, v), dtype="int"), v.dtype)
 
@@ -139,9 +130,9 @@ def _bincount(c: Context, call: Call) -> Result:
 @rule("cumsum")
 def _cumsum(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if isinstance(v, Reject):
-        return v
     count = v.term.args[0] if v.term.op == "cast" else v.term
     if count.op != "count":
-        return None if ordinary(v) else Reject("a running sum over routes")
+        if ordinary(v):
+            return None
+        raise Unproved("a running sum over routes")
     return Val(v.dims, c.terms.make("offsets", index=count.index, attr=count.attr, dtype="int"), c.dtype)

@@ -43,14 +43,17 @@ def test_explain_a_folder(capsys, folder):
     code, out, err = run(capsys, "explain", folder, "--tokens", "5")
     assert code == 0, err
     assert out.startswith("moe_compile: 1 graph, 2 of 2 MoE blocks replaced, 0 not proved\n")
-    assert "model.layers.0.mlp, model.layers.1.mlp: 2 blocks" in out
+    assert "model.layers.0.mlp.experts, model.layers.1.mlp.experts: 2 blocks" in out
 
 
 def test_explain_json(capsys, folder):
     code, out, _ = run(capsys, "explain", folder, "--json")
     assert code == 0
     report = json.loads(out)
-    assert [r["where"]["module"] for r in report["regions"]] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert [r["where"]["module"] for r in report["regions"]] == [
+        "model.layers.0.mlp.experts",
+        "model.layers.1.mlp.experts",
+    ]
     assert report["regions"][0]["spec"].startswith("experts(E=8 K=2 H=32 I=16 act=swiglu")
 
 

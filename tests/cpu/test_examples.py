@@ -42,8 +42,8 @@ def test_explain(capsys):
     assert (str(experts.gate_up), experts.bias, experts.down) == ("EHG:gate_up_interleaved", "both", "EIH")
     assert experts.act.name == "swiglu_oai(alpha=1.702,limit=7)"
     text = capsys.readouterr().out
-    assert "model.layers.0.mlp ... model.layers.3.mlp: 4 blocks" in text
-    assert "model.layers.0.mlp: 8 experts, 2 a token, activation swiglu_oai" in text
+    assert "model.layers.0.mlp.experts ... model.layers.3.mlp.experts: 4 blocks" in text
+    assert "model.layers.0.mlp.experts: 8 experts, 2 a token, activation swiglu_oai" in text
 
 
 def test_generate():

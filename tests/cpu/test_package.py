@@ -16,7 +16,7 @@ HEAVY = {"triton", "flashinfer", "sympy", "transformers"}
 # Left never imports right; a stage imports no other stage. `backend` alone joins the stages.
 LEVELS = [
     {"verdict", "options", "journal", "hardware", "bench"},
-    {"activation", "spec"},
+    {"activation", "nodes", "spec"},
     {"operands"},
     {"reference", "formats", "cost"},
     {"canonical", "kernels", "algebra"},

@@ -21,12 +21,12 @@ from moe_compile.verdict import OK, Reject
 CPU = torch.device("cpu")
 OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
 GROUPED = [
-    Tactic.parse("M=16,SWAP=0,TMA=0,N1=16,K1=32,W1=4,S1=2,N2=32,K2=16,W2=4,S2=2"),
-    Tactic.parse("M=16,SWAP=1,TMA=0,N1=32,K1=16,W1=4,S1=2,N2=16,K2=32,W2=4,S2=2"),
-    Tactic.parse("M=16,SWAP=1,TMA=1,N1=16,K1=32,W1=4,S1=2,N2=32,K2=16,W2=4,S2=2"),
-    Tactic.parse("M=32,SWAP=0,TMA=1,N1=16,K1=16,W1=4,S1=2,N2=16,K2=16,W2=4,S2=2"),
+    Tactic.parse("M=16,N1=16,K1=32,W1=4,S1=2,SWAP1=0,TMA1=0,N2=32,K2=16,W2=4,S2=2,SWAP2=0,TMA2=0"),
+    Tactic.parse("M=16,N1=32,K1=16,W1=4,S1=2,SWAP1=1,TMA1=0,N2=16,K2=32,W2=4,S2=2,SWAP2=1,TMA2=0"),
+    Tactic.parse("M=16,N1=16,K1=32,W1=4,S1=2,SWAP1=1,TMA1=1,N2=32,K2=16,W2=4,S2=2,SWAP2=1,TMA2=1"),
+    Tactic.parse("M=32,N1=16,K1=16,W1=4,S1=2,SWAP1=0,TMA1=1,N2=16,K2=16,W2=4,S2=2,SWAP2=0,TMA2=1"),
 ]
-DECODE = [Tactic.parse("N1=2,K1=32,N2=2,K2=32,W=4,PDL=0"), Tactic.parse("N1=16,K1=16,N2=8,K2=64,W=4,PDL=0")]
+DECODE = [Tactic.parse("N1=4,K1=32,W1=4,N2=8,K2=32,W2=4,PDL=0"), Tactic.parse("N1=16,K1=16,W1=4,N2=32,K2=16,W2=4,PDL=0")]
 RUNS = [(TritonGrouped(), t) for t in GROUPED] + [(TritonDecode(), t) for t in DECODE]
 run_ids = [f"{p.name}({t})" for p, t in RUNS]
 
@@ -84,9 +84,9 @@ def check(provider, tactic: Tactic, spec: ExpertsSpec, inputs) -> torch.Tensor:
     want = exact(spec, x, ids, w, packed)
     assert got.shape == want.shape
     assert got.dtype == torch_dtype(spec.out)
-    scale = want.abs().max().clamp(min=1e-9)
-    tolerance = 1e-5 if {spec.x, spec.out} == {"f32"} else 4e-3
-    assert ((got.double() - want).abs().max() / scale) < tolerance, ((got.double() - want).abs().max() / scale).item()
+    if got.numel():
+        error = ((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-9)).item()
+        assert error < (1e-5 if {spec.x, spec.out} == {"f32"} else 4e-3)
     return got
 
 
@@ -102,7 +102,7 @@ def test_layouts_with_biases(provider, tactic, storage, halves):
         bias="both",
         act="silu" if halves == "up" else OAI,
     )
-    check(provider, tactic, spec, draw(spec, 9))
+    check(provider, tactic, spec, draw(spec, 5))
 
 
 @pytest.mark.parametrize(("provider", "tactic"), RUNS, ids=run_ids)
@@ -135,7 +135,7 @@ def test_no_token_and_one_token(provider, tactic, T):
 @pytest.mark.parametrize(("provider", "tactic"), RUNS, ids=run_ids)
 def test_sentinels_never_touch_poisoned_weights(provider, tactic):
     spec = spec_of(bias="both", H=41, I=23)  # neighbours of every tile edge are poison too
-    x, ids, w, packed = draw(spec, 20)
+    x, ids, w, packed = draw(spec, 12)
     ids[ids == 2] = -1
     ids[ids == 4] = spec.E
     ids[5] = -1
@@ -150,7 +150,7 @@ def test_sentinels_never_touch_poisoned_weights(provider, tactic):
 @pytest.mark.parametrize(("provider", "tactic"), RUNS, ids=run_ids)
 def test_one_expert_takes_every_row(provider, tactic):
     spec = spec_of(E=4, K=1)
-    x, ids, w, packed = draw(spec, 70)
+    x, ids, w, packed = draw(spec, 40)
     ids[:] = 3
     check(provider, tactic, spec, (x, ids, w, packed))
 
@@ -207,7 +207,7 @@ def test_twins():
 
 def test_runs_twice_bitwise():
     spec = spec_of()
-    inputs = draw(spec, 12)
+    inputs = draw(spec, 3)
     for provider, tactic in RUNS:
         run = provider.build(tactic, spec, CPU)
         assert torch.equal(run(*inputs), run(*inputs))
@@ -240,12 +240,12 @@ def test_verdicts():
 @pytest.mark.parametrize(
     ("provider", "text", "says"),
     [
-        (TritonGrouped(), "M=24,SWAP=0,TMA=0,N1=16,K1=32,W1=4,S1=2,N2=32,K2=16,W2=4,S2=2", "M=24"),
-        (TritonGrouped(), "M=128,SWAP=0,TMA=0,N1=256,K1=128,W1=4,S1=4,N2=32,K2=16,W2=4,S2=2", "shared memory"),
+        (TritonGrouped(), "M=24,N1=16,K1=32,W1=4,S1=2,SWAP1=0,TMA1=0,N2=32,K2=16,W2=4,S2=2,SWAP2=0,TMA2=0", "M=24"),
+        (TritonGrouped(), "M=128,N1=512,K1=128,W1=4,S1=2,SWAP1=0,TMA1=0,N2=32,K2=16,W2=4,S2=2,SWAP2=0,TMA2=0", "shared memory"),
         (TritonGrouped(), "M=16", "knobs are"),
-        (TritonDecode(), "N1=3,K1=32,N2=2,K2=32,W=4,PDL=0", "N1=3"),
-        (TritonDecode(), "N1=2,K1=32,N2=2,K2=32,W=4,PDL=1", "PDL"),
-        (TritonDecode(), "N1=x,K1=32,N2=2,K2=32,W=4,PDL=0", "whole number"),
+        (TritonDecode(), "N1=3,K1=32,W1=4,N2=2,K2=32,W2=4,PDL=0", "N1=3"),
+        (TritonDecode(), "N1=2,K1=32,W1=4,N2=2,K2=32,W2=4,PDL=1", "PDL"),
+        (TritonDecode(), "N1=x,K1=32,W1=4,N2=2,K2=32,W2=4,PDL=0", "whole number"),
     ],
 )
 def test_impossible_tactics_are_value_errors(provider, text, says):

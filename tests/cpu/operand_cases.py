@@ -1,0 +1,127 @@
+"""Operands for tests: random tensors of any spec, the specs that cover every layout, and the distance to an oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+
+from moe_compile.activation import Activation
+from moe_compile.operands import ExpertWeights
+from moe_compile.reference import exact, experts
+from moe_compile.spec import (
+    BIASES,
+    DOWN_STORAGE,
+    GATE_UP_STORAGE,
+    HALVES,
+    WEIGHT_SIDES,
+    ExpertsSpec,
+    Layout,
+    torch_dtype,
+)
+
+OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
+
+
+def spec_of(dtype: str = "f32", **changes) -> ExpertsSpec:
+    fields = {"E": 6, "K": 2, "H": 32, "I": 16, "act": "swiglu", "x": dtype, "w": dtype, "out": dtype, **changes}
+    return ExpertsSpec(**{**fields, "act": Activation.parse(fields["act"])})
+
+
+def layouts() -> list[dict]:
+    """Every storage and placement of halves, twice, with every down storage, bias and weight side among them."""
+    rest = itertools.cycle(itertools.product(DOWN_STORAGE, BIASES, WEIGHT_SIDES))
+    cases = []
+    for storage, halves in itertools.product(GATE_UP_STORAGE, HALVES):
+        for _ in range(2):
+            down, bias, weight = next(rest)
+            act = "relu2" if halves == "up" else OAI if "interleaved" in halves else "swiglu"
+            layout = Layout(storage=storage, halves=halves)
+            cases.append({"gate_up": layout, "down": down, "bias": bias, "weight": weight, "act": act})
+    return cases
+
+
+def layout_id(case: dict) -> str:
+    return "-".join(str(case[k]) for k in ("gate_up", "down", "bias", "weight"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An experts call; `args` are the operator's, without its plan."""
+
+    spec: ExpertsSpec
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor | None
+    p: ExpertWeights
+
+    @property
+    def args(self) -> tuple:
+        p = self.p
+        biases = (list(p.gate_up_bias), p.down_bias)
+        return (self.hidden, self.ids, self.weights, list(p.gate_up), p.down, *biases, str(self.spec))
+
+    def map(self, change) -> Case:
+        """The case with `change` applied to each floating operand."""
+        p = self.p
+        changed = ExpertWeights(
+            gate_up=tuple(map(change, p.gate_up)),
+            down=change(p.down),
+            gate_up_bias=tuple(map(change, p.gate_up_bias)),
+            down_bias=None if p.down_bias is None else change(p.down_bias),
+        )
+        weights = None if self.weights is None else change(self.weights)
+        return dataclasses.replace(self, hidden=change(self.hidden), weights=weights, p=changed)
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The floating operands in the order of experts_backward's gradients."""
+        return [t for t in (self.hidden, self.weights, *self.p.tensors()) if t is not None]
+
+    def requires_grad(self) -> Case:
+        return self.map(lambda t: t.detach().clone().requires_grad_())
+
+    def oracle(self) -> torch.Tensor:
+        """The reference in fp64 throughout, on the same (rounded) operands."""
+        c = self.map(lambda t: t.double())
+        return experts(exact(self.spec), c.hidden, c.ids, c.weights, c.p)
+
+
+def case_of(spec: ExpertsSpec, T: int, *, seed: int = 0, ids: torch.Tensor | None = None) -> Case:
+    """Random operands, scaled so that every linear keeps unit variance; distinct experts for each token by default."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0, dtype: str = spec.x) -> torch.Tensor:
+        return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(torch_dtype(dtype))
+
+    *first, down = spec.weight_shapes()
+    rows = spec.I if spec.gate_up.halves == "separate" else spec.G
+    p = ExpertWeights(
+        gate_up=tuple(draw(*shape, scale=spec.H**-0.5) for shape in first),
+        down=draw(*down, scale=spec.I**-0.5),
+        gate_up_bias=tuple(draw(spec.E, rows) for _ in first) if spec.has_gate_up_bias else (),
+        down_bias=draw(spec.E, spec.H) if spec.has_down_bias else None,
+    )
+    if ids is None:
+        ids = torch.rand(T, spec.E, generator=g).topk(spec.K).indices
+    weights = None if spec.weight == "none" else draw(T, spec.K, dtype=spec.w).abs()
+    return Case(spec, draw(T, spec.H), ids, weights, p)
+
+
+def distance(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """(max, RMS) error, each over the RMS of `want`."""
+    error, scale = got.double() - want.double(), want.double().pow(2).mean().sqrt().clamp_min(1e-300)
+    if not got.numel():
+        return 0.0, 0.0
+    return (error.abs().max() / scale).item(), (error.pow(2).mean().sqrt() / scale).item()
+
+
+# (max, RMS) that a correct kernel stays under: a few roundings of the dtype, over sums of a hundred terms
+TOLERANCE = {"f64": (1e-13, 1e-14), "f32": (1e-5, 1e-6), "bf16": (6e-2, 8e-3), "f16": (8e-3, 1e-3)}
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: str, slack: float = 1.0) -> None:
+    assert got.shape == want.shape
+    worst, rms = distance(got, want)
+    assert worst <= slack * TOLERANCE[dtype][0], (worst, rms)
+    assert rms <= slack * TOLERANCE[dtype][1], (worst, rms)

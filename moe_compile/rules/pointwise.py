@@ -12,10 +12,26 @@ from ..canonical import Call
 from ..verdict import Unproved
 from .registry import Context, Result, cut_here, rule, val
 
-# canonical op -> the tensor-or-number arguments; what else a call says must be in `_EXTRA: dict[str, Any] = {
-    "alpha": (1,), "rounding_mode": (None, "floor"), "beta": (1, 1.0), "threshold": (20, 20.0),
+# canonical op -> its tensor-or-number arguments; whatever else a call says must stand in _EXTRA
+_TWO = "add sub mul div floordiv remainder minimum maximum eq ne lt le gt ge bitwise_and bitwise_or"
+_ONE = "sigmoid tanh exp log log1p sqrt rsqrt abs erf square reciprocal silu relu neg invert gelu softplus"
+_ARGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(_TWO.split(), ("input", "other")),
+    **dict.fromkeys(_ONE.split(), ("input",)),
+    "pow": ("input", "exponent"),
+    "clamp": ("input", "min", "max"),
+    "clamp_min": ("input", "min"),
+    "clamp_max": ("input", "max"),
+    "masked_fill": ("input", "mask", "value"),
+    "where": ("condition", "input", "other"),
+}
+_EXTRA: dict[str, Any] = {
+    "alpha": (1,),
+    "rounding_mode": (None, "floor"),
+    "beta": (1, 1.0),
+    "threshold": (20, 20.0),
     "approximate": ("none", "tanh"),
-}  # fmt: skip
+}
 _MAX_TERM = 400  # a bound on what one value may drag along; real blocks stay under 60
 
 

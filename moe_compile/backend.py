@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from . import journal
-from .journal import Compiled, GraphSeen, Lowered, Planned, RegionFound, RegionRejected, StageFailed
+from .journal import Compiled, GraphAbandoned, GraphSeen, Lowered, Planned, RegionFound, RegionRejected, StageFailed
 from .options import Options
 from .verdict import Reject
 
@@ -37,39 +37,37 @@ def moe_backend(
     """
     ours, inner_options = Options.parse(options)
     original = _copy(gm.graph)
+    graph = journal.next_graph()
     try:
-        changed = _transform(gm, ours)
+        changed = _transform(gm, graph, ours)
     except _StageError as failure:
         _give_up(failure, ours)
         _restore(gm, original)
         changed = False
     compile_inner = _inner(ours.inner, mode, inner_options)
-    if not changed:
-        return compile_inner(gm, example_inputs)
-    backup = torch.fx.GraphModule(gm, original)
     try:
         return compile_inner(gm, example_inputs)
-    except torch._dynamo.exc.TorchDynamoException:
-        raise  # Dynamo's own signals: restarts and skips
+    except torch._dynamo.exc.TorchDynamoException:  # Dynamo's own signals: restarts and skips
+        journal.record(GraphAbandoned(graph=graph))
+        raise
     except Exception as error:
-        # The inner backend refused the lowered graph. Where it takes the original one, the fault is ours.
-        if ours.strict:
+        if ours.strict or not changed:
             raise
-        _restore(gm, backup.graph)
+        # The inner backend refused the lowered graph. Where it takes the original one, the fault is ours.
+        _restore(gm, original)
         compiled = compile_inner(gm, example_inputs)
-        _give_up(_StageError("inner", error), ours)
+        _give_up(_StageError("inner", error, graph), ours)
         return compiled
 
 
 class _StageError(Exception):
-    def __init__(self, stage: str, error: Exception, graph: int = -1) -> None:
+    def __init__(self, stage: str, error: Exception, graph: int) -> None:
         super().__init__(f"{stage}: {type(error).__name__}: {error}")
         self.stage, self.error, self.graph = stage, error, graph
 
 
-def _transform(gm: torch.fx.GraphModule, options: Options) -> bool:
+def _transform(gm: torch.fx.GraphModule, graph: int, options: Options) -> bool:
     """Recognize, plan and lower, in place; whether anything was replaced. A _StageError names the stage that failed."""
-    graph = journal.next_graph()
     seconds: dict[str, float] = {}
 
     def stage(name: str, work: Callable[..., Any], *args: Any) -> Any:
@@ -208,7 +206,8 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
     patches.update(options)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_fx(gm, example_inputs, config_patches=patches or None)
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
+        return compiled  # type: ignore[no-any-return]
 
     return compile_graph
 

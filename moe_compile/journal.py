@@ -94,6 +94,11 @@ class StageFailed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphAbandoned(Event):
+    """Dynamo starts this graph over (a number turned out to be a constant, say): its other events don't count."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compiled(Event):
     """The inner backend took the graph. Seconds spent in our stages, by stage."""
 

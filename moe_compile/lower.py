@@ -34,6 +34,7 @@ def lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -
         node.meta.update({k: root.meta[k] for k in ("nn_module_stack", "stack_trace") if k in root.meta})
         return node
 
+    weights: torch.fx.Node | None
     with graph.inserting_before(root):
         hidden = _flattened(emit, match.hidden, spec.experts.H)
         if region.router is not None and fuse_router:

@@ -188,12 +188,18 @@ class Term:
 
     __slots__ = ("args", "attr", "bound", "depth", "dots", "dtype", "free", "id", "index", "op", "routed", "size")
 
+    id: int
     op: str
     args: tuple[Term, ...]
     index: tuple[Affine, ...]
     bound: tuple[Axis, ...]
     attr: Any
     dtype: Any
+    free: frozenset[Axis]
+    depth: int
+    size: int
+    routed: bool
+    dots: bool
 
     def __repr__(self) -> str:
         attr = getattr(self.attr, "name", self.attr)

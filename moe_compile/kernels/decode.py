@@ -6,7 +6,7 @@ In: x_TH, ids_TK, weights_TK, expert tensors in their native layout (strides are
 Products are FMAs in fp32: at a few rows per expert the weights' bytes are the time, and tensor cores would only wait.
 An expert that two routes share is read twice (from L2 where they run side by side), so this is for T * K below about E.
 Invariants: a route outside [0, E) reads nothing and adds exactly 0; one program writes an element, in a fixed order:
-bitwise repeatable. With PDL the second launch starts early, fetches weights, and waits before it reads act_RI.
+bitwise repeatable. The second launch starts early, fetches its first weights, and waits before it reads act_RI (PDL).
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped import gate_and_up
-from .launch import launch
+from .launch import ceil_div, launch, power_of_2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Block sizes: weight rows (of I, of H) and columns that a program holds at a time (`down`: of each slot), warps.
-
-    PDL (Hopper): the second launch overlaps the end of the first.
-    """
+    """Blocks: weight rows (of I, of H) and columns that a program holds at a time (`down`: of each slot), and warps."""
 
     UP_N: int
     UP_K: int
@@ -37,7 +34,6 @@ class Rows:
     DOWN_K: int
     UP_warps: int = 4
     DOWN_warps: int = 4
-    PDL: int = 0
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -46,8 +42,8 @@ def _up_kernel(
     stride_xh: tl.constexpr, stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
     stride_be: tl.constexpr, V_ROW: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr,
     I: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    GATE_FIRST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, PDL: tl.constexpr,
-    N_: tl.constexpr, K_: tl.constexpr,
+    GATE_FIRST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, N_: tl.constexpr,
+    K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """I rows n0.. of one route; PAIRED reads gate and up rows as one tile with alternating rows."""
     if PDL:
@@ -102,7 +98,7 @@ def _down_kernel(
     act_ptr, ids_ptr, route_weight_ptr, w_ptr, bias_ptr, out_ptr, T,
     stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr,
     E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    PDL: tl.constexpr, S_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+    S_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """H rows n0.. of one token: tiles [S_ slots, N_, K_], so that the weights of all slots are in flight at once."""
     t = tl.program_id(0) % T
@@ -151,15 +147,15 @@ def up(
     R = ids_TK.numel()
     out = torch.empty((R, I), dtype=x_TH.dtype, device=x_TH.device)
     bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
-    weights = x_TH if weights_TK is None else weights_TK
-    arguments = (x_TH, ids_TK, weights, w, v, bias1, bias2, out, x_TH.stride(0))
+    weights = x_TH if weights_TK is None else weights_TK.contiguous()
+    arguments = (x_TH, ids_TK.contiguous(), weights, w, v, bias1, bias2, out, x_TH.stride(0))
     constants = (
         x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0,
         0 if halves in ("separate", "up") else 1 if interleaved else I, E, ids_TK.shape[1], H, I,
         gated, paired, interleaved, not halves.startswith("up_gate"), bool(bias), weights_TK is not None, act,
-        bool(rows.PDL), rows.UP_N, rows.UP_K,
+        rows.UP_N, rows.UP_K,
     )  # fmt: skip
-    launch(_up_kernel, (R * triton.cdiv(I, rows.UP_N), 1), arguments, (R,), constants, rows.UP_warps)
+    launch(_up_kernel, (R * ceil_div(I, rows.UP_N), 1), arguments, (R,), constants, warps=rows.UP_warps)
     return out
 
 
@@ -172,16 +168,14 @@ def down(
     T, choices = ids_TK.shape
     I, H = act_RI.shape[1], w.shape[n_axis]
     out = torch.empty((T, H), dtype=dtype, device=act_RI.device)
-    weights = act_RI if weights_TK is None else weights_TK
-    arguments = (act_RI, ids_TK, weights, w, act_RI if bias is None else bias, out)
+    weights = act_RI if weights_TK is None else weights_TK.contiguous()
+    arguments = (act_RI, ids_TK.contiguous(), weights, w, act_RI if bias is None else bias, out)
     constants = (
         w.stride(0), w.stride(n_axis), w.stride(k_axis), 0 if bias is None else bias.stride(0), E, choices, H, I,
-        bias is not None, weights_TK is not None, bool(rows.PDL), triton.next_power_of_2(choices),
-        rows.DOWN_N, rows.DOWN_K,
+        bias is not None, weights_TK is not None, power_of_2(choices), rows.DOWN_N, rows.DOWN_K,
     )  # fmt: skip
-    options = {"launch_pdl": True} if rows.PDL else {}
-    grid = (T * triton.cdiv(H, rows.DOWN_N), 1)
-    launch(_down_kernel, grid, arguments, (T,), constants, rows.DOWN_warps, **options)
+    grid = (T * ceil_div(H, rows.DOWN_N), 1)
+    launch(_down_kernel, grid, arguments, (T,), constants, warps=rows.DOWN_warps, overlap=True)
     return out
 
 

@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import launch
+from .launch import ceil_div, launch, power_of_2
 from .sort import Schedule
 
 
@@ -34,13 +35,14 @@ class Tile:
     SWAP computes the tile transposed: the weights become the tall operand of the tensor cores, which want 64 rows and
     more of it, and the tokens the narrow one, which may be 16. TMA fetches weights (and fc2's rows) by tensor
     descriptors instead of per-thread addresses. GROUP_M row tiles run side by side before the next column tile, so
-    that they find an expert's weights in L2.
+    that they find an expert's weights in L2 (fc1 of qwen3next at T=4096: 573 us with 8, 589 with 32, 622 with 128;
+    H200, 2026-11-30).
     """
 
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    GROUP_M: int = 32
+    GROUP_M: int = 8
     SWAP: int = 0
     TMA: int = 0
     warps: int = 4
@@ -49,7 +51,7 @@ class Tile:
 
 @triton.jit
 def _tile(plan_ptr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row tile, column tile) of this program, row tiles fastest within groups of GROUP_M; row tile -1: none is left."""
+    """(row tile, column tile) of this program, row tiles fastest in groups of GROUP_M; row tile -1: none is left."""
     pid, tiles = tl.program_id(0), tl.load(plan_ptr)
     group = pid // (GROUP_M * COLUMNS)
     height = tl.maximum(tl.minimum(tiles - group * GROUP_M, GROUP_M), 1)
@@ -141,8 +143,11 @@ def _fc1_kernel(
     stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
     K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
-    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     m, column = _tile(plan_ptr, tl.cdiv(I, N_), GROUP_M)
     if m < 0:
         return
@@ -183,8 +188,11 @@ def _fc2_kernel(
     act_ptr, act, w, bias_ptr, y_ptr, plan_ptr, bound, stride_we: tl.constexpr,
     stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     K_MAJOR: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     m, column = _tile(plan_ptr, tl.cdiv(H, N_), GROUP_M)
     if m < 0:
         return
@@ -207,8 +215,10 @@ def _fc2_kernel(
 @triton.jit
 def _finalize_kernel(
     y_ptr, ids_ptr, weights_ptr, out_ptr,
-    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -223,7 +233,7 @@ def _finalize_kernel(
 
 
 def _descriptor(w: torch.Tensor, rows: int, depth: int, k_major: bool) -> Any:
-    """The descriptor of weights [E, N, K] (k_major) or [E, K, N] for boxes of `rows` x `depth`; zeros past the edges."""
+    """The descriptor of weights [E, N, K] (k_major) or [E, K, N], boxes of `rows` x `depth`; zeros past the edges."""
     return TensorDescriptor.from_tensor(w, [1, rows, depth] if k_major else [1, depth, rows])
 
 
@@ -258,7 +268,7 @@ def fc1(
         x_TH,
         _descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
         _descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
-        bias1, bias2, x_TH if weights_TK is None else weights_TK, out, schedule.plan, x_TH.stride(0),
+        bias1, bias2, x_TH if weights_TK is None else weights_TK.contiguous(), out, schedule.plan, x_TH.stride(0),
     )  # fmt: skip
     constants = (
         x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0),
@@ -266,15 +276,20 @@ def fc1(
         gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bool(bias), weights_TK is not None, act,
         tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
-    grid = (schedule.bound * triton.cdiv(I, tile.BLOCK_N), 1)
-    launch(_fc1_kernel, grid, arguments, (schedule.bound,), constants, tile.warps, tile.stages)
+    grid = (schedule.bound * ceil_div(I, tile.BLOCK_N), 1)
+    free, warps, stages = (schedule.bound,), tile.warps, tile.stages
+    launch(_fc1_kernel, grid, arguments, free, constants, warps=warps, stages=stages, overlap=True)
     return out
 
 
 def fc2(
-    act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool, tile: Tile
-) -> torch.Tensor:
-    """y_RH [R, H] in act's dtype, rows in route order; rows of dropped routes stay unwritten. k_major: down is [E, H, I]."""
+    act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool,
+    tile: Tile,
+) -> torch.Tensor:  # fmt: skip
+    """y_RH [R, H] in act's dtype, rows in route order; rows of dropped routes stay unwritten.
+
+    k_major: down is [E, H, I], else [E, I, H].
+    """
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
     I, H = act_RI.shape[1], down.shape[n_axis]
     tma = bool(tile.TMA) and tma_aligned(down) and tma_aligned(act_RI)
@@ -289,8 +304,9 @@ def fc2(
         down.stride(0), down.stride(n_axis), down.stride(k_axis), 0 if bias is None else bias.stride(0), H, I,
         k_major, bias is not None, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
-    grid = (schedule.bound * triton.cdiv(H, tile.BLOCK_N), 1)
-    launch(_fc2_kernel, grid, arguments, (schedule.bound,), constants, tile.warps, tile.stages)
+    grid = (schedule.bound * ceil_div(H, tile.BLOCK_N), 1)
+    free, warps, stages = (schedule.bound,), tile.warps, tile.stages
+    launch(_fc2_kernel, grid, arguments, free, constants, warps=warps, stages=stages, overlap=True)
     return y
 
 
@@ -301,19 +317,19 @@ def finalize(
     T, K = ids_TK.shape
     H = y_RH.shape[1]
     out = torch.empty((T, H), dtype=dtype, device=y_RH.device)
-    block = min(1024, triton.next_power_of_2(H))
+    block = min(1024, power_of_2(H))
     arguments = (y_RH, ids_TK.contiguous(), y_RH if weights_TK is None else weights_TK.contiguous(), out)
-    grid = (T, triton.cdiv(H, block))
-    launch(_finalize_kernel, grid, arguments, (), (E, K, H, weights_TK is not None, block))
+    grid = (T, ceil_div(H, block))
+    launch(_finalize_kernel, grid, arguments, (), (E, K, H, weights_TK is not None, block), overlap=True)
     return out
 
 
 def gate_and_up(
     tensors: tuple[torch.Tensor, ...], halves: str, axis: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The gate part (None without a gate) and the up part of gate_up weights or biases whose rows are `axis`, as views."""
+    """Views of the gate (None without one) and up parts of first-linear weights or biases, whose rows are on `axis`."""
     if halves == "separate":
-        return tensors
+        return tensors[0], tensors[1]
     (w,) = tensors
     if halves == "up":
         return None, w

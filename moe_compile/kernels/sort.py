@@ -1,7 +1,7 @@
 """From ids_TK to the schedule of the grouped linears: the routes in expert order, and who computes which rows.
 
 In: ids_TK (int32 or int64), E, and BLOCK_M, the rows of a tile. Out: `Schedule`, on the device, without a host
-synchronization: one launch up to FUSED_ROUTES routes, three above. Route r = t * K + k.
+synchronization: one launch for few routes (FUSED_ROUTES), else three. Route r = t * K + k.
 Invariants: routes of an expert are contiguous and ascend (the sort is stable, hence deterministic); a route whose id is
 not in [0, E) is in no tile; a tile never spans experts; no program reads what another of its launch writes.
 """
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import launch
+from .launch import ceil_div, launch, power_of_2
 
-FUSED_ROUTES = 4096  # every program recounts all ids up to here, then a counting pass is cheaper
+FUSED_ROUTES, _FUSED_COUNTS = 2048, 1 << 19  # most R and most R * bins for which every program recounts all ids
 _SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk
 _SCAN = 1024  # ids counted at once
 _MAX_CHUNKS = 256
@@ -24,7 +25,7 @@ _MAX_CHUNKS = 256
 
 @dataclass(frozen=True)
 class Schedule:
-    """`plan`: int32 [4 + 4 * bound + R]: (tiles, -, -, -), then a row (expert, first, end, -) for each tile, then routes.
+    """`plan`: int32 [4 + 4 * bound + R]: (tiles, -, -, -), then (expert, first, end, -) for each tile, then routes.
 
     Tile m serves positions [first, min(first + BLOCK_M, end)) of the sorted routes, for its expert, whose last position
     is end - 1. Only rows m < tiles are written; `bound` >= tiles is known to the host: R // BLOCK_M + min(E, R).
@@ -56,8 +57,12 @@ def _bins(ids_ptr, r, end, E: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["R", "length"])
-def _count_kernel(ids_ptr, counters_ptr, R, length, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr):
+def _count_kernel(
+    ids_ptr, counters_ptr, R, length, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr
+):
     """counters[chunk, e] = how many of the chunk's `length` routes go to e."""
+    if PDL:
+        gdc_launch_dependents()
     chunk = tl.program_id(0)
     count = tl.zeros((BINS,), tl.int32)
     end = tl.minimum((chunk + 1) * length, R)
@@ -67,8 +72,13 @@ def _count_kernel(ids_ptr, counters_ptr, R, length, E: tl.constexpr, BINS: tl.co
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _scan_kernel(counters_ptr, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+def _scan_kernel(
+    counters_ptr, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
     """counters[c, e] <- sum of counters[c', e] over c' < c; the total goes to row `chunks`."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     c = tl.arange(0, CHUNKS)[:, None]
     e = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     at = counters_ptr + c * BINS + e[None, :]
@@ -81,9 +91,12 @@ def _scan_kernel(counters_ptr, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr,
 def _place_kernel(
     ids_ptr, counters_ptr, plan_ptr, R, length, bound,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, FUSED: tl.constexpr, SCAN: tl.constexpr,
-    SUB: tl.constexpr,
+    SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` has the scan."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     e = tl.arange(0, BINS)
     origin = chunk * length
@@ -129,20 +142,21 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
     R = ids_TK.numel()
     assert 1 <= R < 2**31, R
     ids = ids_TK.contiguous()
-    bins, bound = max(32, triton.next_power_of_2(E + 1)), tile_bound(R, E, BLOCK_M)
+    bins, bound = max(32, power_of_2(E + 1)), tile_bound(R, E, BLOCK_M)
     plan = torch.empty(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
-    if R <= FUSED_ROUTES:
-        scan = min(_SCAN, max(_SUB, triton.next_power_of_2(R)))
+    warps = 8 if bins > 512 else 4
+    if R <= FUSED_ROUTES and R * bins <= _FUSED_COUNTS:
+        scan = min(_SCAN, max(_SUB, power_of_2(R)))
         constants = (E, bins, BLOCK_M, True, scan, _SUB)
-        launch(_place_kernel, (triton.cdiv(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound), constants)
+        launch(_place_kernel, (ceil_div(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound), constants, warps=warps)
         return Schedule(plan, bound, R)
-    length = _SUB * triton.cdiv(R, _SUB * _MAX_CHUNKS)
-    chunks, width = triton.cdiv(R, length), 16
+    length = _SUB * ceil_div(R, _SUB * _MAX_CHUNKS)
+    chunks, width = ceil_div(R, length), 16
     counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
     launch(_count_kernel, (chunks, 1), (ids, counters), (R, length), (E, bins, _SUB))
-    launch(_scan_kernel, (bins // width, 1), (counters,), (chunks,), (bins, triton.next_power_of_2(chunks), width))
+    launch(_scan_kernel, (bins // width, 1), (counters,), (chunks,), (bins, power_of_2(chunks), width), overlap=True)
     constants = (E, bins, BLOCK_M, False, _SCAN, _SUB)
-    launch(_place_kernel, (chunks, 1), (ids, counters, plan), (R, length, bound), constants)
+    launch(_place_kernel, (chunks, 1), (ids, counters, plan), (R, length, bound), constants, warps=warps, overlap=True)
     return Schedule(plan, bound, R)
 
 

@@ -13,7 +13,6 @@ from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import Verdict
 from .base import ExpertWeights, Launcher, Provider, Tactic, Work
 from .triton_grouped import (
-    hopper,
     on_device,
     one_layout,
     triton_available,
@@ -26,13 +25,12 @@ from .triton_grouped import (
 if TYPE_CHECKING:
     import torch
 
-KNOBS = ("N1", "K1", "W1", "N2", "K2", "W2", "PDL")
+KNOBS = ("N1", "K1", "W1", "N2", "K2", "W2")
 
 
 class TritonDecode(Provider):
-    """fc1 with bias and activation for each route, then fc2 with bias over all slots of a token. Knobs: N weight rows and
-    K columns that a program of the first and of the second launch (there: for each slot) holds, W(arps), and
-    PDL (Hopper: the launches overlap)."""
+    """fc1 with bias and activation for each route, then fc2 with bias over all slots of a token. Knobs: N weight rows
+    and K columns that a program of the first and of the second launch (there: for each slot) holds, and W(arps)."""
 
     name = "triton_decode"
 
@@ -45,7 +43,7 @@ class TritonDecode(Provider):
     def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
         T = max(T, 1)
         found: dict[Tactic, Work] = {}
-        for knobs in _ranked(spec, hopper(device)):
+        for knobs in _ranked(spec):
             first, second = math.ceil(spec.I / knobs["N1"]), math.ceil(spec.H / knobs["N2"])
             found[Tactic.of(**knobs)] = work_of(
                 spec, T, launches=2, tiles=T * spec.K * first + T * second, y_bytes=0, shared=False
@@ -58,18 +56,15 @@ class TritonDecode(Provider):
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
         k = whole_knobs(self.name, tactic, KNOBS)
         for name, value in k.items():
-            if name != "PDL" and (value < 1 or value & (value - 1)):
+            if value < 1 or value & (value - 1):
                 raise ValueError(f"triton_decode: {name}={value} is not a power of two")
-        if k["PDL"] and not hopper(device):
-            raise ValueError("triton_decode: PDL=1 needs compute capability 9.0")
 
         from ..kernels.decode import Rows, down, up
         from ..kernels.epilogue import epilogue
 
         rows = Rows(
-            UP_N=k["N1"], UP_K=k["K1"], UP_warps=k["W1"], DOWN_N=k["N2"], DOWN_K=k["K2"], DOWN_warps=k["W2"],
-            PDL=k["PDL"],
-        )  # fmt: skip
+            UP_N=k["N1"], UP_K=k["K1"], UP_warps=k["W1"], DOWN_N=k["N2"], DOWN_K=k["K2"], DOWN_warps=k["W2"]
+        )
         act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
         E, sizes, halves, gated = spec.E, (spec.H, spec.I), spec.gate_up.halves, spec.gated
         k_major, down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
@@ -80,9 +75,6 @@ class TritonDecode(Provider):
         ) -> torch.Tensor:
             if hidden_TH.shape[0] == 0:
                 return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
-            ids_TK = ids_TK.contiguous()
-            if weights_TK is not None:
-                weights_TK = weights_TK.contiguous()
             act_RI = up(
                 hidden_TH, ids_TK, weights_TK if before else None, packed.gate_up, packed.gate_up_bias, act,
                 E=E, sizes=sizes, gated=gated, halves=halves, k_major=k_major, rows=rows,
@@ -98,25 +90,18 @@ class TritonDecode(Provider):
         return triton_version()
 
 
-def _ranked(spec: ExpertsSpec, pdl: bool) -> list[dict[str, int]]:
-    """Knobs, best first: 64 numbers a thread in flight, in rows as long as the weights' contiguous axis allows."""
-    found, slots = [], 1 << (spec.K - 1).bit_length()
-    for held in (8192, 4096, 16384):  # numbers that a program of 4 warps holds at a time
-        if spec.gate_up.storage == "EGH":
-            k1 = _columns(spec.H, held // 4)
-            n1 = max(1, held // k1 // (2 if spec.gated else 1))
-        else:  # G is contiguous: 32 numbers are a 64-byte piece
-            n1, k1 = (16 if spec.gated else 32), max(16, held // 64)
-        if spec.down == "EHI":
-            k2 = _columns(spec.I, max(16, held // slots))
-            n2 = max(1, held // k2 // slots)
-        else:
-            n2, k2 = 32, max(16, held // 32 // slots)
-        found.append(dict(zip(KNOBS, (n1, k1, 4, n2, k2, 4, int(pdl)))))
+def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
+    """Knobs, best first: 32 to 64 numbers a thread in flight, in rows along the weights' contiguous axis.
+
+    Of a dozen shapes each (H200, 2026-11-30, us): qwen3_30b T=1 21.5 with up 2 x 1024 and down 8 slots x 4 x 256,
+    22.9 with down 8 x 2 x 256, 23.7 with 8 x 1 x 1024; qwen3next T=4 58.0 with down 16 x 2 x 256, 61.7 with
+    16 x 1 x 512. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs.
+    """
+    slots, found = 1 << (spec.K - 1).bit_length(), []
+    for up, down in ((4096, 8192), (8192, 8192), (4096, 4096)):  # numbers that a program of 4 warps holds at a time
+        n1 = 2 if spec.gate_up.storage == "EGH" else 16  # where G is contiguous, 32 of its rows are a 64-byte piece
+        n1 *= 1 if spec.gated else 2
+        n2 = max(1, down // 256 // slots) if spec.down == "EHI" else 32
+        k1 = max(16, up // n1 // (2 if spec.gated else 1))
+        found.append(dict(zip(KNOBS, (n1, k1, 4, n2, max(16, down // n2 // slots), 4))))
     return found
-
-
-def _columns(size: int, most: int) -> int:
-    """The power of two up to `most` (and not far under it) that covers `size` with the least padding."""
-    sizes = [1 << i for i in range(4, most.bit_length()) if 1 << i >= most // 4]
-    return min(sizes, key=lambda k: (math.ceil(size / k) * k, -k))

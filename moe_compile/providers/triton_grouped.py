@@ -146,8 +146,6 @@ class TritonGrouped(Provider):
         ) -> torch.Tensor:
             if hidden_TH.shape[0] == 0:
                 return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
-            if weights_TK is not None:
-                weights_TK = weights_TK.contiguous()
             schedule = sort_routes(ids_TK, E, first.BLOCK_M)
             act_RI = fc1(
                 hidden_TH, packed.gate_up, packed.gate_up_bias, weights_TK if before else None, schedule, act,
@@ -222,30 +220,31 @@ def hopper(device: torch.device) -> bool:
 def _ranked(spec: ExpertsSpec, rows: float, tma: bool) -> list[dict[str, int]]:
     """Knobs, best first, by rows per active expert: where the tile is narrow, the weights' bytes are the time.
 
-    Of six shapes each at T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next (H200, 2026-11-30, us):
-    * M: the power of two from 1.5 rows up. Experts' loads spread around their mean, and a second tile of an expert reads
-      its weights again (qwen3_30b T=1024, 64 rows: fc1 225 at M=128, 230 at M=64; gpt_oss T=64, 8 rows: 246 at M=16,
+    Of six to eight shapes each at T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next (H200, 2026-11-30, us):
+    * M: the power of two from 1.5 rows up. Experts' loads spread around their mean, and an expert's second tile reads its
+      weights again (qwen3_30b T=1024, 64 rows: fc1 225 at M=128, 230 at M=64; gpt_oss T=64, 8 rows: 246 at M=16,
       250 at M=32).
     * M <= 32: weights as the tall operand (SWAP), 64 rows x 128 deep a stage (qwen3next T=64: fc1 344, unswapped 365,
-      64 deep 352..358); TMA gains nothing (345) and costs host time. Where N is contiguous: 128 wide x 64 deep.
-    * M = 64: unswapped, 64 deep; with and without TMA within 1 %.
+      64 deep 352 to 358); TMA gains nothing (345) and costs host time. Where N is contiguous: 128 wide x 64 deep.
+    * M = 64: unswapped, 64 deep, 3 stages (gpt_oss T=256: fc1 252.8, with 4 stages 256.8); TMA within 1 %.
     * M = 128: 128 x 256 accumulators on 8 warps, weights by TMA (qwen3_30b T=4096: fc1 446 with, 472 without; fc2 251
       with, 260 without). SWAP helps fc1 where K is contiguous (mixtral T=4096: 3218, unswapped 3489) and hurts where
       N is (gpt_oss T=1024: 386, unswapped 365).
     """
     if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
-        small = (16, (16, 32, 4, 2, 0, 0), (32, 32, 4, 2, 0, 0))
-        return [_knobs(16 if rows <= 16 else 32, (32, 32, 4, 2, 0, 0), (64, 32, 4, 2, 0, 0)), _knobs(*small)]
+        small = _knobs(16, (16, 32, 4, 2, 0, 0), (32, 32, 4, 2, 0, 0))
+        return [_knobs(16 if rows <= 16 else 32, (32, 32, 4, 2, 0, 0), (64, 32, 4, 2, 0, 0)), small]
     best = min(128, max(16, 1 << math.ceil(math.log2(max(1.5 * rows, 1)))))
     deep1, deep2 = spec.gate_up.storage == "EGH", spec.down == "EHI"
-    rows1 = 32 if spec.gated and spec.gate_up.halves != "separate" else 64  # weight rows of a tile are 64 either way
+    paired = spec.gated and spec.gate_up.halves != "separate"  # gate and up rows in one tile: half of N each
     found = []
     for m in dict.fromkeys((best, min(128, 2 * best), max(16, best // 2))):
         if m <= 32:
-            first = (rows1, 128, 4, 4 if rows1 == 32 else 3, 1, 0) if deep1 else (64, 64, 4, 4, 1, 0)
-            found.append(_knobs(m, first, (64, 128, 4, 4, 1, 0) if deep2 else (128, 64, 4, 4, 1, 0)))
+            first = (32 if paired else 64, 128, 4, 3, 1, 0) if deep1 else (64, 64, 4, 4, 1, 0)
+            second = (128 if m == 16 else 64, 128, 4, 3, 1, 0) if deep2 else (128, 64, 4, 4, 1, 0)
+            found.append(_knobs(m, first, second))
         elif m == 64:
-            found.append(_knobs(m, (64, 64, 4, 4, 0, 0), (128, 64, 4, 4, 0, 0)))
+            found.append(_knobs(m, (64, 64, 4, 3, 0, 0), (128, 64, 4, 3, 0, 0)))
         else:
             t = int(tma)
             found.append(_knobs(m, (128, 64, 8, 4 if t else 3, int(deep1), t), (256, 64, 8, 4 if t else 3, 0, t)))

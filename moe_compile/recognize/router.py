@@ -8,7 +8,7 @@ RouterSpec means; hash-consing makes the comparison exact. Anything else keeps i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -211,10 +211,10 @@ class _Router:
         index = tuple(axis_index(self.e) if i == at else i for i in leaf.index)
         return self.terms.make("leaf", (), index, (), leaf.attr, leaf.dtype)
 
-    def _selection(self, score: Term) -> tuple[torch.fx.Node | None, dict[str, object]]:
+    def _selection(self, score: Term) -> tuple[torch.fx.Node | None, dict[str, Any]]:
         """The bias and the groups with which the ids were chosen from `score`."""
         choice = self.choice.term
-        groups: dict[str, object] = {}
+        groups: dict[str, Any] = {}
         if self.group:
             choice, groups = self._grouped(choice, *self.group)
         score, at = self.terms.substitute(score, self.split), self.split.get(self.e, axis_index(self.e))
@@ -226,7 +226,7 @@ class _Router:
                 return bias.attr.node, groups
         raise Unproved("the experts are chosen by something else than the scores", repr(choice)[:200])
 
-    def _grouped(self, masked: Term, g: Axis, j: Axis) -> tuple[Term, dict[str, object]]:
+    def _grouped(self, masked: Term, g: Axis, j: Axis) -> tuple[Term, dict[str, Any]]:
         """where(not in a chosen group, fill, c) at e = g * size + j: c, and what the choice of groups means."""
         if masked.op != "pw" or masked.attr != "where":
             raise Unproved("a choice over groups in an unknown form", repr(masked)[:200])

@@ -82,10 +82,11 @@ def _integers(terms: Terms, vals: list[Val]) -> bool:
 
 def _integer(terms: Terms, name: str, operands: list[Term | None]) -> Term | None:
     """Exact integer arithmetic on known positions: +, -, * by a number, // and % by a number."""
-    affines = [_affine(t) for t in operands]
-    if len(affines) != 2 or affines[0] is None or affines[1] is None:
+    if len(operands) != 2:
         return None
-    a, b = affines
+    a, b = map(_affine, operands)
+    if a is None or b is None:
+        return None
     if all(t is not None and t.op == "const" for t in operands):
         return None
     if name == "add":

@@ -39,9 +39,9 @@ def _sort(c: Context, call: Call) -> Result:
         order_axes = bijection(known, v.axes(), v.sizes[0])
         if order_axes is None:
             raise Unproved("a sort of positions that are not a permutation")
-        dim = v.dims[0]
-        if len(dim) == 1 and isinstance(dim[0], Ord):
-            term = position(c.terms, dim[0].order, tuple(map(axis_index, dim[0].axes)))
+        rows = v.dims[0]
+        if len(rows) == 1 and isinstance(rows[0], Ord):
+            term = position(c.terms, rows[0])
         else:
             term = c.terms.int(number_of(v.axes()))
         inverse = Val((tuple(order_axes),), term, torch.int64)

@@ -85,7 +85,7 @@ def test_epilogue_is_cached_by_expression():
     ],
 )
 def test_sort(T, K, E, kind, fused, monkeypatch):
-    monkeypatch.setattr("moe_compile.kernels.sort.FUSED_ROUTES", 8192 if fused else 0)
+    monkeypatch.setattr("moe_compile.kernels.sort.FUSED_ROUTES", 2048 if fused else 0)
     monkeypatch.setattr("moe_compile.kernels.sort._MAX_CHUNKS", 4)  # several sub-blocks a chunk
     torch.manual_seed(1)
     ids = torch.randint(0, E, (T, K), dtype=torch.int32 if T % 2 else torch.int64)

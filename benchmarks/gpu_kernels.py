@@ -29,8 +29,9 @@ from moe_compile.activation import Activation, evaluate
 from moe_compile.kernels import grouped, launch, sort
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
+from moe_compile.operands import ExpertWeights
 from moe_compile.providers import triton_decode, triton_grouped
-from moe_compile.providers.base import ExpertWeights, Tactic
+from moe_compile.providers.base import Tactic
 from moe_compile.spec import ExpertsSpec, Layout, torch_dtype
 
 OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
@@ -154,8 +155,15 @@ EXTRA_DECODE_TRANSPOSED = [
 ]  # fmt: skip
 
 
-def decode_extras(spec: ExpertsSpec) -> list[Tactic]:
-    return [Tactic.parse(t) for t in (EXTRA_DECODE if spec.down == "EHI" else EXTRA_DECODE_TRANSPOSED)]
+EXTRA_GROUPED = [  # beside the provider's own lists, at few tokens
+    f"M=16,N1={n1},K1={k1},W1=4,S1={s1},SWAP1=1,TMA1=0,N2={n2},K2={k2},W2=4,S2={s2},SWAP2=1,TMA2=0"
+    for n1, k1, s1, n2, k2, s2 in [(64, 64, 4, 128, 64, 4), (32, 128, 4, 64, 128, 4), (32, 128, 4, 64, 64, 4)]
+]
+
+
+def extras_of(spec: ExpertsSpec) -> list[tuple[Any, Tactic]]:
+    decode = EXTRA_DECODE if spec.down == "EHI" else EXTRA_DECODE_TRANSPOSED
+    return [(DECODE, Tactic.parse(t)) for t in decode] + [(GROUPED, Tactic.parse(t)) for t in EXTRA_GROUPED]
 
 
 # --- compile in parallel: forked workers without CUDA run the launchers with every launch replaced by a warm-up ---
@@ -269,9 +277,7 @@ class Timer:
 def stage(kind: str, spec: ExpertsSpec, M: int, variant: tuple[int, ...], x: torch.Tensor, schedule, p) -> Any:
     swap, tma, n, k, warps, stages = variant[:6]
     group = variant[6] if len(variant) > 6 else 8
-    tile = grouped.Tile(
-        BLOCK_M=M, BLOCK_N=n, BLOCK_K=k, SWAP=swap, TMA=tma, warps=warps, stages=stages, GROUP_M=group
-    )
+    tile = grouped.Tile(BLOCK_M=M, BLOCK_N=n, BLOCK_K=k, SWAP=swap, TMA=tma, warps=warps, stages=stages, GROUP_M=group)
     if kind == "fc1":
         act, k_major = epilogue(spec.act.expr), spec.gate_up.storage == "EGH"
         return lambda: grouped.fc1(
@@ -343,7 +349,7 @@ def time_totals(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeigh
         repeat = 2 if T <= 16 else 1
         chosen = tactics_of(spec, T, device)
         if extras and T <= 8:
-            chosen += [(DECODE, t) for t in decode_extras(spec)]
+            chosen += extras_of(spec)
         calls: dict[str, list[Any]] = {}
         for provider, tactic in dict.fromkeys(chosen):
             run = provider.build(tactic, spec, device)
@@ -463,7 +469,7 @@ def main() -> None:
         if "total" in args.what:
             jobs += [(p.name, name, 0, str(t), "{}") for T in Ts for p, t in tactics_of(spec, T, torch.device("cuda"))]
         if "extras" in args.what:
-            jobs += [(DECODE.name, name, 0, str(t), "{}") for t in decode_extras(spec)]
+            jobs += [(p.name, name, 0, str(t), "{}") for p, t in extras_of(spec)]
         if "check" in args.what:
             for x, checked in (("bf16", (1, 5, 70, 700)), ("f16", (3, 130)), ("f32", (33,))):
                 if x == "bf16" or name in ("qwen3_30b", "gpt_oss_20b"):

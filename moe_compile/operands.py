@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from .spec import ExpertsSpec, torch_dtype
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,6 @@ def halves(spec: ExpertsSpec, x: torch.Tensor, dim: int = -1) -> tuple[torch.Ten
 
     Two separate tensors count as gate_up here: what they produce is laid side by side, gate first.
     """
-    import torch
-
     match spec.gate_up.halves:
         case "up":
             return None, x
@@ -97,19 +93,14 @@ def canonical(spec: ExpertsSpec, weights: ExpertWeights) -> Canonical:
     )
 
 
-Check = Callable[
-    ["torch.Tensor", "torch.Tensor", "torch.Tensor | None", Sequence["torch.Tensor"], "torch.Tensor",
-     Sequence["torch.Tensor"], "torch.Tensor | None"],
-    None,
-]  # fmt: skip
+Many = Sequence[torch.Tensor]
+Check = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Many, torch.Tensor, Many, torch.Tensor | None], None]
 
 
 def checker(spec: ExpertsSpec) -> Check:
     """check(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias) raises ValueError, naming the operand that
     `spec` contradicts, what it expects and what it got. What can be computed once is: a call costs about 2 us.
     """
-    import torch
-
     x, w, integers = torch_dtype(spec.x), torch_dtype(spec.w), (torch.int64, torch.int32)
     *gate_up_shapes, down_shape = spec.weight_shapes()
     rows, count = (spec.I if spec.gate_up.halves == "separate" else spec.G), len(gate_up_shapes)

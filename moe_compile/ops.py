@@ -23,6 +23,10 @@ from .providers.aten_backward import backward as _aten_backward
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
 _LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
+# A kernel needs neither autocast, since the spec decides dtypes, nor the tracking of views, a quarter of their cost.
+_BYPASSED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+for _key in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"):
+    _BYPASSED = _BYPASSED | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{_key}"))
 _OPERANDS = (
     "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor down, Tensor[] gate_up_bias, "
     "Tensor? down_bias, str spec"
@@ -74,7 +78,7 @@ def _experts(
     call = _call(spec, plan, hidden.device)
     call.check(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias)
     launch = call.only or call.launcher(hidden.shape[0])
-    with torch._C._DisableAutocast():
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
         return launch(hidden, ids, weights, _operands(gate_up, down, gate_up_bias, down_bias))
 
 
@@ -128,7 +132,7 @@ def _experts_backward(
 ) -> list[Tensor]:
     """The gradients of [hidden, weights, *gate_up, down, *gate_up_bias, down_bias if there] that `needs` names."""
     operands = _operands(gate_up, down, gate_up_bias, down_bias)
-    with torch._C._DisableAutocast():
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
         return _aten_backward(ExpertsSpec.parse(spec), grad, hidden, ids, weights, operands, needs)
 
 
@@ -153,7 +157,7 @@ def _route(logits: Tensor, bias: Tensor | None, spec: str) -> tuple[Tensor, Tens
     """(weights_TK in spec.out, ids_TK int64) of logits [T, E] and the selection bias [E]; see reference.route."""
     parsed = RouterSpec.parse(spec)
     _check_route(parsed, logits, bias)
-    with torch._C._DisableAutocast():
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
         return reference.route(parsed, logits, bias)
 
 
@@ -189,7 +193,7 @@ def _route_backward(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Ten
     With v = s[ids], n = sum_k v + eps: renorm gives dv = (dw - sum_k dw v / n) / n, the score its own derivative.
     """
     parsed = RouterSpec.parse(spec)
-    with torch._C._DisableAutocast():
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
         acc = torch.promote_types(torch_dtype(parsed.score_dtype), torch.float32)
         late = parsed.score.startswith("topk_")
         x = logits.to(torch_dtype(parsed.score_dtype)).to(acc)

@@ -41,6 +41,7 @@ GROUP_SCORES = ("none", "max", "top2_sum")
 RENORMS = ("none", "sum", "sum_plus_eps")
 
 
+@lru_cache(None)
 def torch_dtype(short: str) -> Any:
     """The torch dtype of "bf16", "f16", "f32" or "f64"."""
     import torch

@@ -3,6 +3,7 @@
 epilogue.py  an activation expression -> a device function
 sort.py      ids_TK -> routes in expert order and the tile schedule
 grouped.py   the two grouped linears over that order, and finalize
+launch.py    how all of them are launched: overlapped (PDL) and at little host time
 decode.py    the same block in two launches without sorting, for few tokens
 
 Importing a module of this folder imports triton; providers do so only when they build a launcher.

@@ -305,8 +305,9 @@ def fc2(
         k_major, bias is not None, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid = (schedule.bound * ceil_div(H, tile.BLOCK_N), 1)
-    free, warps, stages = (schedule.bound,), tile.warps, tile.stages
-    launch(_fc2_kernel, grid, arguments, free, constants, warps=warps, stages=stages, overlap=True)
+    # Not overlapped: its programs would fill the processors that fc1 leaves first, unevenly (mixtral T=1: 187 us, with
+    # it 196; gpt_oss_20b T=4: 166, 168; elsewhere it gained 1 us; H200, 2026-11-30).
+    launch(_fc2_kernel, grid, arguments, (schedule.bound,), constants, warps=tile.warps, stages=tile.stages)
     return y
 
 
@@ -324,9 +325,7 @@ def finalize(
     return out
 
 
-def gate_and_up(
-    tensors: tuple[torch.Tensor, ...], halves: str, axis: int
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+def gate_and_up(tensors: tuple[torch.Tensor, ...], halves: str, axis: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Views of the gate (None without one) and up parts of first-linear weights or biases, whose rows are on `axis`."""
     if halves == "separate":
         return tensors[0], tensors[1]

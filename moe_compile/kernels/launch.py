@@ -38,16 +38,19 @@ def launch(
     device = arguments[0].device
     pdl = overlaps(device)
     key: list[Any] = [kernel, device, warps, stages, overlap, pdl, constants]
+    values: list[Any] = []  # addresses instead of tensors: the launcher asks the driver about every tensor
     for a in arguments:
         if isinstance(a, torch.Tensor):
-            key += (a.dtype, a.data_ptr() % 16)
+            values.append(address := a.data_ptr())
+            key += (a.dtype, address % 16)
         else:
+            values.append(a)
             key.append(a if isinstance(a, int) else (a.base.dtype, *a.block_shape))
     known = _compiled.get(found := tuple(key))
     if known is not None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
-        values = (*arguments, *free, *constants, pdl)
-        known.run(*grid, 1, stream, known.function, known.packed_metadata, None, None, None, *values)
+        rest = (None, None, None, *values, *free, *constants, pdl)  # no launch metadata, no profiler's hooks
+        known.run(*grid, 1, stream, known.function, known.packed_metadata, *rest)
         return
     assert all(0 <= n < 2**31 for n in free), free
     options: dict[str, Any] = {"launch_pdl": True} if pdl and overlap else {}

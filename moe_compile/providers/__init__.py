@@ -14,9 +14,10 @@ __all__ = ["Candidate", "ExpertWeights", "Launcher", "Plan", "Provider", "Tactic
 def providers() -> dict[str, Provider]:
     """Every provider by name; `aten` is first, and runs any spec on any device."""
     from .aten import Aten
+    from .triton_decode import TritonDecode
     from .triton_grouped import TritonGrouped
 
-    return {p.name: p for p in (Aten(), TritonGrouped())}
+    return {p.name: p for p in (Aten(), TritonDecode(), TritonGrouped())}
 
 
 @lru_cache(1024)

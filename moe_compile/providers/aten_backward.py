@@ -11,8 +11,8 @@ With dout the gradient of out[t], b the down bias, a = act(g, u), weight=output:
     dx = gate_up[e]^T dgu    dgate_up[e] = sum_s dgu x^T
 
 Where x is narrower than the accumulator, dw is taken so, at the activation: y is not computed again, and rounded. Else
-dw = dout . y, as the graph has it: dv is a sum over H, y one over I < H, and its error is what is left. With weight=input, dv = da,
-x stands for z = w x, with dz = gate_up[e]^T dgu, dx = w dz and dw = dz . x.
+dw = dout . y, as the graph has it: dv sums H terms and y I, mostly fewer, and that error is what is left. With
+weight=input, dv = da, x stands for z = w x, with dz = gate_up[e]^T dgu, dx = w dz and dw = dz . x.
 """
 
 from __future__ import annotations

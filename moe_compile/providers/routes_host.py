@@ -115,17 +115,12 @@ class Padded(OnHost):
         self.row_V = row_V
 
     def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        # Written as w x^T, few columns are 1.3 times faster and MKL sums them like the one-row mm of a model's loop;
-        # as x w^T it errs 1.8 times as much (fp32, K <= 512, EPYC, 2026-10). For longer sums that ends at 3 columns.
-        x_ECA = x_SA.view(self.E, self.C, -1)
-        if self.C <= (8 if x_ECA.shape[-1] <= 512 else 3):
-            bias_EN1 = None if bias_EN is None else bias_EN[:, :, None]
-            y_ECN = _bmm(w_ENA, x_ECA.mT, bias_EN1).mT
+        x_ECA, w_EAN = x_SA.view(self.E, self.C, -1), w_ENA.mT
+        if bias_EN is None:
+            y_ECN = torch.bmm(x_ECA, w_EAN)
         else:
-            bias_E1N = None if bias_EN is None else bias_EN[:, None]
-            y_ECN = _bmm(x_ECA, w_ENA.mT, bias_E1N)
-        y_SN = y_ECN.reshape(self.S, -1)
-        return y_SN if out is None else out.copy_(y_SN)
+            y_ECN = torch.baddbmm(bias_EN[:, None], x_ECA, w_EAN)
+        return y_ECN.flatten(0, 1) if out is None else out.copy_(y_ECN.flatten(0, 1))
 
     def _full(self, a_SM: Tensor) -> Tensor:
         # rows that are no route become 0, so that a NaN in an expert that none chose stays there
@@ -140,10 +135,6 @@ class Padded(OnHost):
 
     def of_expert(self, p_EM: Tensor) -> Tensor:
         return p_EM.repeat_interleave(self.C, 0)
-
-
-def _bmm(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.bmm(a, b) if bias is None else torch.baddbmm(bias, a, b)
 
 
 class _Order:
@@ -169,15 +160,20 @@ def _inverse(route_V: Tensor, row_V: Tensor, routes: int, missing: int) -> Tenso
 
 
 def on_host(ids_TK: Tensor, spec: ExpertsSpec) -> Routes:
-    """Loop or Padded. One bmm is 1.5 to 7 times faster than a mm an expert while its padding and the weights of the
-    experts that none chose cost less than the calls: about 12 us a call in bf16, 4 us in fp32 (EPYC, 2 cores, 2026-10).
+    """Padded where its wasted work costs less than the calls of Loop, else Loop.
+
+    A bf16 mm costs 12 us before it begins (oneDNN's wrapper): the time of 1.2e6 multiply-adds, or of reading 300 kB.
+    So Padded takes 0.2 to 0.9 of Loop's time. In fp32 it gains only by threading over experts, and up to 8 rows MKL's
+    bmm rounds 1.8 times as much as the mm of a model's own loop, so those stay with mm. (EPYC, 2 cores, 2026-10.)
     """
     if len(ids_TK) == 1:
         return Loop(ids_TK, spec.E, None)
     order = _Order(ids_TK, spec.E)
     hit, most = spec.E - order.counts.count(0), max(order.counts)
-    size, per_call = (2, 300_000) if spec.x in ("bf16", "f16") else (4, 120_000)  # bytes read in a call's overhead
-    unread = (spec.E - hit) * spec.G * spec.H * size
-    if unread <= hit * per_call and spec.E * most <= (4 if most <= 8 else 2) * order.valid:
+    rows, low = spec.E * most, spec.x in ("bf16", "f16")
+    wasted = (rows - order.valid) * (spec.G + spec.I) * spec.H
+    unread = (spec.E - hit) * spec.G * spec.H * (2 if low else 4)
+    cheap = wasted <= 2.4e6 * hit and unread <= 3e5 * hit and order.valid > 0
+    if cheap and (low or (most > 8 and rows <= 2 * order.valid and torch.get_num_threads() > 1)):
         return Padded(ids_TK, spec.E, order)
     return Loop(ids_TK, spec.E, order)

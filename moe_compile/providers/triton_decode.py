@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import Verdict
-from .base import ExpertWeights, Launcher, Provider, Tactic, Work
+from .base import Launcher, Provider, Tactic, Work
 from .triton_grouped import (
     on_device,
     one_layout,
@@ -62,9 +63,7 @@ class TritonDecode(Provider):
         from ..kernels.decode import Rows, down, up
         from ..kernels.epilogue import epilogue
 
-        rows = Rows(
-            UP_N=k["N1"], UP_K=k["K1"], UP_warps=k["W1"], DOWN_N=k["N2"], DOWN_K=k["K2"], DOWN_warps=k["W2"]
-        )
+        rows = Rows(UP_N=k["N1"], UP_K=k["K1"], UP_warps=k["W1"], DOWN_N=k["N2"], DOWN_K=k["K2"], DOWN_warps=k["W2"])
         act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
         E, sizes, halves, gated = spec.E, (spec.H, spec.I), spec.gate_up.halves, spec.gated
         k_major, down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
@@ -91,17 +90,19 @@ class TritonDecode(Provider):
 
 
 def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
-    """Knobs, best first: 32 to 64 numbers a thread in flight, in rows along the weights' contiguous axis.
+    """Knobs, best first: few numbers a thread and many programs, in rows along the weights' contiguous axis.
 
-    Of a dozen shapes each (H200, 2026-11-30, us): qwen3_30b T=1 21.5 with up 2 x 1024 and down 8 slots x 4 x 256,
-    22.9 with down 8 x 2 x 256, 23.7 with 8 x 1 x 1024; qwen3next T=4 58.0 with down 16 x 2 x 256, 61.7 with
-    16 x 1 x 512. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs.
+    Of nine to twelve shapes each, T = 1 to 4 (H200, 2026-11-30, us): up 1 x 1024 (2 rows with the gate) is within 3 %
+    of the best everywhere; 2 x 1024 costs dsv3 T=1 198 instead of 168, 4 x 1024 costs qwen3_30b 23.5 instead of 21.9.
+    down 4 x 256 for each of 8 slots, 2 x 256 for 16: qwen3_30b 21.8, 23.1 with 2 rows, 24.9 with 8; mixtral (2 slots)
+    165 with 4 rows, 174 with 16. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs.
     """
     slots, found = 1 << (spec.K - 1).bit_length(), []
-    for up, down in ((4096, 8192), (8192, 8192), (4096, 4096)):  # numbers that a program of 4 warps holds at a time
-        n1 = 2 if spec.gate_up.storage == "EGH" else 16  # where G is contiguous, 32 of its rows are a 64-byte piece
-        n1 *= 1 if spec.gated else 2
-        n2 = max(1, down // 256 // slots) if spec.down == "EHI" else 32
-        k1 = max(16, up // n1 // (2 if spec.gated else 1))
-        found.append(dict(zip(KNOBS, (n1, k1, 4, n2, max(16, down // n2 // slots), 4))))
+    for n1, k1 in ((1, 1024), (2, 2048), (4, 1024)):
+        n2, k2 = max(1, min(4, 32 // slots)), 256
+        if spec.gate_up.storage == "EHG":  # G is contiguous: 32 of its rows are a 64-byte piece
+            n1, k1 = 16 * n1, max(16, k1 * n1 // 8 // n1)
+        if spec.down == "EIH":
+            n2, k2 = 32, max(16, 512 // slots)
+        found.append(dict(zip(KNOBS, (n1 if spec.gated else 2 * n1, k1, 4, n2, k2, 4))))
     return found

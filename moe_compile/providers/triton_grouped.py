@@ -1,6 +1,6 @@
 """Our grouped Triton kernels (kernels/sort.py, grouped.py): sort, two grouped linears, finalize; any T, any layout.
 
-In: ExpertsSpec and a device. Out: launchers of three launches plus the sort's one (three above 8192 routes).
+In: ExpertsSpec and a device. Out: launchers of three launches plus the sort's (one, or three for many routes).
 Invariant: weights are read in place in every layout; a launcher allocates with torch.empty, never synchronizes, and is
 safe in a CUDA graph. A tactic names both linears' tiles; what can't run is a ValueError when it is built.
 """
@@ -13,9 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Reject, Verdict
-from .base import ExpertWeights, Launcher, Provider, Tactic, Work
+from .base import Launcher, Provider, Tactic, Work
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ..kernels.grouped import Tile
 
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2}
-_SHARED_BYTES = 227 * 1024  # of a Hopper or data-center Blackwell program; checked against the tiles' stages
 KNOBS = ("M", "N1", "K1", "W1", "S1", "SWAP1", "TMA1", "N2", "K2", "W2", "S2", "SWAP2", "TMA2")
 
 
@@ -113,15 +113,17 @@ class TritonGrouped(Provider):
         return triton_supports(spec, device)
 
     def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
-        from ..kernels.sort import FUSED_ROUTES, tile_bound
+        from ..kernels.sort import sort_launches, tile_bound
 
         T = max(T, 1)
         R = T * spec.K
         found: dict[Tactic, Work] = {}
-        for knobs in _ranked(spec, R / max(active_experts(spec, T), 1), hopper(device)):
+        ranked = _ranked(spec, R, active_experts(spec, T), hopper(device))
+        ranked = [k for k in ranked if _shared_bytes(k, spec) <= shared_limit(device)]
+        for knobs in ranked or [_SMALL]:
             columns = math.ceil(spec.I / int(knobs["N1"])) + math.ceil(spec.H / int(knobs["N2"]))
             found[Tactic.of(**knobs)] = work_of(
-                spec, T, launches=4 if R <= FUSED_ROUTES else 6,
+                spec, T, launches=3 + sort_launches(R, spec.E),
                 tiles=tile_bound(R, spec.E, int(knobs["M"])) * columns, y_bytes=2 * _BYTES[spec.x],
             )  # fmt: skip
         return list(found.items())
@@ -130,7 +132,7 @@ class TritonGrouped(Provider):
         return one_layout(weights, spec)
 
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
-        first, second = tiles_of(tactic, spec, hopper(device) or device.type == "cpu")
+        first, second = tiles_of(tactic, spec, device)
 
         from ..kernels.epilogue import epilogue
         from ..kernels.grouped import fc1, fc2, finalize
@@ -186,16 +188,18 @@ def whole_knobs(provider: str, tactic: Tactic, names: tuple[str, ...]) -> dict[s
     return {name: int(value) for name, value in tactic.knobs}
 
 
-def tiles_of(tactic: Tactic, spec: ExpertsSpec, tma: bool) -> tuple[Tile, Tile]:
-    """Tiles of fc1 and fc2. ValueError names a knob that is unknown, missing or can't run."""
+def tiles_of(tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> tuple[Tile, Tile]:
+    """Tiles of fc1 and fc2. ValueError names a knob that is unknown, missing or can't run on the device."""
     from ..kernels.grouped import Tile
 
     k = whole_knobs("triton_grouped", tactic, KNOBS)
     for name, value in k.items():
         if name[0] in "MNKW" and (value < (1 if name[0] == "W" else 16) or value & (value - 1)):
             raise ValueError(f"triton_grouped: {name}={value} is not a power of two of at least 16 (warps: 1)")
-    if (k["TMA1"] or k["TMA2"]) and not tma:
+    if (k["TMA1"] or k["TMA2"]) and device.type == "cuda" and not hopper(device):
         raise ValueError("triton_grouped: TMA1=1 and TMA2=1 need compute capability 9.0")
+    if (need := _shared_bytes(k, spec)) > (most := shared_limit(device)):
+        raise ValueError(f"triton_grouped: {tactic} needs {need} bytes of shared memory, {device} has {most}")
     first, second = (
         Tile(
             BLOCK_M=k["M"], BLOCK_N=k[f"N{i}"], BLOCK_K=k[f"K{i}"], warps=k[f"W{i}"], stages=k[f"S{i}"],
@@ -203,11 +207,23 @@ def tiles_of(tactic: Tactic, spec: ExpertsSpec, tma: bool) -> tuple[Tile, Tile]:
         )
         for i in (1, 2)
     )  # fmt: skip
-    for i, tile, width in ((1, first, 2 if spec.gated else 1), (2, second, 1)):
-        need = tile.stages * tile.BLOCK_K * (tile.BLOCK_M + width * tile.BLOCK_N) * _BYTES[spec.x]
-        if need > _SHARED_BYTES:
-            raise ValueError(f"triton_grouped: linear {i} of {tactic} needs {need} bytes of shared memory")
     return first, second
+
+
+def _shared_bytes(k: dict[str, int], spec: ExpertsSpec) -> int:
+    """What the stages of the larger linear hold."""
+    columns = {1: k["N1"] * (2 if spec.gated else 1), 2: k["N2"]}
+    return max(k[f"S{i}"] * k[f"K{i}"] * (k["M"] + n) * _BYTES[spec.x] for i, n in columns.items())
+
+
+@lru_cache(None)
+def shared_limit(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have (227 KiB on Hopper, also assumed of the interpreter)."""
+    import torch
+
+    on_gpu = device.type == "cuda" and torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    return int(getattr(properties, "shared_memory_per_block_optin", 227 * 1024))
 
 
 def hopper(device: torch.device) -> bool:
@@ -217,31 +233,36 @@ def hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _ranked(spec: ExpertsSpec, rows: float, tma: bool) -> list[dict[str, int]]:
+def _ranked(spec: ExpertsSpec, routes: int, active: float, tma: bool) -> list[dict[str, int]]:
     """Knobs, best first, by rows per active expert: where the tile is narrow, the weights' bytes are the time.
 
     Of six to eight shapes each at T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next (H200, 2026-11-30, us):
-    * M: the power of two from 1.5 rows up. Experts' loads spread around their mean, and an expert's second tile reads its
+    * M: the power of two from 1.5 rows up. Experts' loads spread around their mean, and a second tile reads the
       weights again (qwen3_30b T=1024, 64 rows: fc1 225 at M=128, 230 at M=64; gpt_oss T=64, 8 rows: 246 at M=16,
       250 at M=32).
     * M <= 32: weights as the tall operand (SWAP), 64 rows x 128 deep a stage (qwen3next T=64: fc1 344, unswapped 365,
       64 deep 352 to 358); TMA gains nothing (345) and costs host time. Where N is contiguous: 128 wide x 64 deep.
+      fc2 over I <= 1024 wants more programs at a time: 3 stages (qwen3next T=1024: 265, with 4 stages 279), and at
+      M = 16 128 rows (qwen3next T=256: 246; 64 rows 249). Deeper it wants 4 (mixtral T=64: 215, else 218 and more).
     * M = 64: unswapped, 64 deep, 3 stages (gpt_oss T=256: fc1 252.8, with 4 stages 256.8); TMA within 1 %.
     * M = 128: 128 x 256 accumulators on 8 warps, weights by TMA (qwen3_30b T=4096: fc1 446 with, 472 without; fc2 251
       with, 260 without). SWAP helps fc1 where K is contiguous (mixtral T=4096: 3218, unswapped 3489) and hurts where
       N is (gpt_oss T=1024: 386, unswapped 365).
     """
+    rows = routes / max(active, 1)
     if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
-        small = _knobs(16, (16, 32, 4, 2, 0, 0), (32, 32, 4, 2, 0, 0))
-        return [_knobs(16 if rows <= 16 else 32, (32, 32, 4, 2, 0, 0), (64, 32, 4, 2, 0, 0)), small]
+        return [_knobs(16 if rows <= 16 else 32, (32, 32, 4, 2, 0, 0), (64, 32, 4, 2, 0, 0)), _SMALL]
     best = min(128, max(16, 1 << math.ceil(math.log2(max(1.5 * rows, 1)))))
     deep1, deep2 = spec.gate_up.storage == "EGH", spec.down == "EHI"
-    paired = spec.gated and spec.gate_up.halves != "separate"  # gate and up rows in one tile: half of N each
+    half = 1 if spec.gated and spec.gate_up.halves != "separate" else 2  # gate and up rows in one tile: half of N each
+    narrow = active * math.ceil(spec.I / 64) < 264  # under two tiles a processor (132): halve them
     found = []
     for m in dict.fromkeys((best, min(128, 2 * best), max(16, best // 2))):
         if m <= 32:
-            first = (32 if paired else 64, 128, 4, 3, 1, 0) if deep1 else (64, 64, 4, 4, 1, 0)
-            second = (128 if m == 16 else 64, 128, 4, 3, 1, 0) if deep2 else (128, 64, 4, 4, 1, 0)
+            first = (32 * half, 128, 4, 3, 1, 0) if deep1 or narrow else (64, 64, 4, 4, 1, 0)
+            second = (128, 64, 4, 4, 1, 0)
+            if deep2 or narrow:
+                second = (64, 128, 4, 4, 1, 0) if spec.I > 1024 else (128 if m == 16 else 64, 128, 4, 3, 1, 0)
             found.append(_knobs(m, first, second))
         elif m == 64:
             found.append(_knobs(m, (64, 64, 4, 3, 0, 0), (128, 64, 4, 3, 0, 0)))
@@ -254,3 +275,6 @@ def _ranked(spec: ExpertsSpec, rows: float, tma: bool) -> list[dict[str, int]]:
 
 def _knobs(m: int, first: tuple[int, ...], second: tuple[int, ...]) -> dict[str, int]:
     return dict(zip(KNOBS, (m, *first, *second)))
+
+
+_SMALL = _knobs(16, (16, 32, 4, 2, 0, 0), (32, 32, 4, 2, 0, 0))

@@ -117,7 +117,7 @@ def distance(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 # (max, RMS) that a correct kernel stays under: a few roundings of the dtype, over sums of a hundred terms
-TOLERANCE = {"f64": (1e-13, 1e-14), "f32": (1e-5, 1e-6), "bf16": (6e-2, 8e-3), "f16": (8e-3, 1e-3)}
+TOLERANCE = {"f64": (1e-13, 1e-14), "f32": (1e-5, 1e-6), "bf16": (6e-2, 8e-3), "f16": (1.2e-2, 1e-3)}
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: str, slack: float = 1.0) -> None:

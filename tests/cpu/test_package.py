@@ -13,7 +13,8 @@ import moe_compile
 PACKAGE = Path(moe_compile.__file__).parent
 HEAVY = {"triton", "flashinfer", "sympy", "transformers"}
 
-# Left never imports right; a stage imports no other stage. `backend` alone joins the stages.
+# Left never imports right; a stage imports no other stage. `backend` alone joins the stages. Names without a file yet
+# are the design's.
 LEVELS = [
     {"verdict", "options", "journal", "hardware", "bench"},
     {"activation", "nodes", "spec"},

@@ -12,7 +12,8 @@ from moe_compile.activation import Activation, evaluate
 from moe_compile.kernels import decode, grouped
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
-from moe_compile.providers.base import ExpertWeights, Tactic
+from moe_compile.operands import ExpertWeights
+from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_decode import TritonDecode
 from moe_compile.providers.triton_grouped import TritonGrouped
 from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, torch_dtype

@@ -1,8 +1,8 @@
 """The first families, end to end: every MoE layer replaced, numbers as good as the original graph's own.
 
 Blocks run in every combination of dtype, HuggingFace implementation and static or dynamic shapes, forward and backward.
-Errors are against a float64 evaluation of the same weights, pooled over several inputs; ours may be at most 1.1 times
-the original's, by maximum and by RMS.
+Errors are against a float64 evaluation of the same weights; ours may be at most 1.1 times the original's, by maximum and
+by RMS. The largest error of one input is decided by one element, so it is averaged over many inputs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moe_compile import journal
 from moe_compile.backend import moe_backend
 
 BOUND = 1.1
-SEEDS = range(4)
-TOKENS = (2, 64)
+SEEDS = range(16)
+TOKENS = (2, 32)
 
 
 def compiled(model: nn.Module, dynamic: bool, **options: Any) -> Any:
@@ -57,32 +57,38 @@ def outcomes(block: nn.Module, call: Callable[..., Any], dtype: torch.dtype) -> 
 
 
 def error(ours: list[torch.Tensor], truth: list[torch.Tensor]) -> tuple[float, float]:
-    """(maximum, RMS) of the difference, over all inputs."""
-    gap = torch.cat([(a - b).flatten() for a, b in zip(ours, truth)])
-    return gap.abs().max().item(), gap.square().mean().sqrt().item()
+    """(maximum, averaged over the inputs; RMS over all of them) of the difference."""
+    gap = torch.stack([(a - b).flatten() for a, b in zip(ours, truth)])
+    return gap.abs().amax(1).mean().item(), gap.square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@functools.lru_cache(2)
+def truth_of(family: str, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+    oracle = zoo.in_float64(zoo.moe_block(zoo.build(family, dtype)))
+    return outcomes(oracle, oracle, torch.float64)
+
+
 @pytest.mark.parametrize("implementation", [None, "batched_mm"], ids=["default", "batched_mm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
-def test_block_is_replaced_and_as_exact(
-    family: str, dtype: torch.dtype, implementation: str | None, dynamic: bool
-) -> None:
+def test_block_is_replaced_and_as_exact(family: str, dtype: torch.dtype, implementation: str | None) -> None:
+    """Static and dynamic shapes, `route` as an operator, gradients through autograd directly and through AOTAutograd."""
     block = zoo.moe_block(zoo.build(family, dtype, implementation))
-    oracle = zoo.in_float64(block)
-    truth = outcomes(oracle, oracle, torch.float64)
+    truth = truth_of(family, dtype)
     original = outcomes(block, block, dtype)
-    with journal.capture() as events:
-        ours = outcomes(block, compiled(block, dynamic, inner="aot_eager" if dynamic else "eager", route="op"), dtype)
-    assert {e.region for e in events if isinstance(e, journal.RegionFound)} == {0}
-    assert not [e for e in events if isinstance(e, journal.RegionRejected)]
-    assert set(ours) == set(original)
-    for name, exact in truth.items():
-        if name not in original:
-            continue
-        for kind, mine, theirs in zip(("max", "rms"), error(ours[name], exact), error(original[name], exact)):
-            assert mine <= BOUND * theirs, f"{name}: {kind} error {mine:.3e}, the original's is {theirs:.3e}"
+    for dynamic, inner in ((False, "eager"), (True, "aot_eager")):
+        torch._dynamo.reset()
+        with journal.capture() as events:
+            ours = outcomes(block, compiled(block, dynamic, inner=inner, route="op"), dtype)
+        found = [e for e in events if isinstance(e, journal.RegionFound)]
+        assert {e.region for e in found} == {0}
+        assert "router(" in found[0].spec
+        assert not [e for e in events if isinstance(e, journal.RegionRejected)]
+        assert set(ours) == set(original)
+        for name in set(truth) & set(original):
+            mine, theirs = error(ours[name], truth[name]), error(original[name], truth[name])
+            for kind, a, b in zip(("max", "rms"), mine, theirs):
+                assert a <= BOUND * b, f"{name}, dynamic={dynamic}: {kind} error {a:.3e}, the original's is {b:.3e}"
 
 
 @pytest.mark.parametrize(
@@ -111,8 +117,11 @@ def test_every_layer_of_the_model_is_replaced_in_one_graph(
     kept = [e for e in events if e.graph not in abandoned]
     assert len([e for e in kept if isinstance(e, journal.GraphSeen)]) == 1
     assert len([e for e in kept if isinstance(e, journal.RegionFound)]) == zoo.FAMILIES[family].moe_layers
-    scale = expected.abs().max()
-    assert (logits - expected).abs().max() <= scale * (1e-5 if dtype == torch.float32 else 3e-2)
+    # In bf16, rounding in one layer can send a token of the next to another expert, in either graph: those tokens
+    # differ by more than rounding, and the block test above is the one that bounds errors.
+    gap = (logits - expected).abs().amax(-1).flatten() / expected.abs().max()
+    bound, strays = (1e-5, 0) if dtype == torch.float32 else (1e-2, 2)
+    assert int((gap > bound).sum()) <= strays, gap
     for name, parameter in model.named_parameters():
         address, value = before[name]
         assert parameter.data_ptr() == address, name

@@ -1,0 +1,243 @@
+"""Recognition proves true blocks and refuses blocks that are wrong in one detail, each with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import blocks
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers transformers::grouped_mm_fallback)
+from blocks import E, GatheredBlock, GroupedBlock, H, I, K, Parts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from moe_compile.backend import moe_backend
+from moe_compile.recognize import Recognition, recognize
+
+T = 10
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def recognized(module: nn.Module, x: torch.Tensor | None = None, dynamic: bool = False) -> Recognition:
+    """What recognition says of the module's one graph."""
+    found: list[Recognition] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append(recognize(gm))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=True)(torch.randn(T, H) if x is None else x)
+    assert len(found) == 1
+    return found[0]
+
+
+def same_as_eager(module: nn.Module, x: torch.Tensor) -> None:
+    run = torch.compile(module, backend=lambda gm, i: moe_backend(gm, i, options={"moe.inner": "eager", "moe.strict": True}))
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), module(x))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("make", [GroupedBlock, GatheredBlock])
+def test_true_blocks_are_proved(make: Callable[[], nn.Module], dynamic: bool) -> None:
+    result = recognized(make(), dynamic=dynamic)
+    assert not result.rejections
+    (region,) = result.regions
+    experts, router = region.spec.experts, region.spec.router
+    assert (experts.E, experts.K, experts.H, experts.I) == (E, K, H, I)
+    assert experts.act.name == "swiglu"
+    assert str(experts.gate_up) == "EGH:gate_up"
+    assert router is not None
+    assert (router.score, router.renorm) == ("softmax", "sum" if make is GroupedBlock else "none")
+    same_as_eager(make(), torch.randn(T, H))
+
+
+
+
+# name: (what is changed, the reason given or None where only refusal matters)
+IMPOSTORS: dict[str, tuple[nn.Module, str]] = {
+    "ids of the second linear shifted": (
+        GroupedBlock(Parts(second_ids=lambda s, ids: (ids + 1) % E)), "rows are sorted by other ids than the offsets count"),
+    "ids of the second linear shifted, gathered": (
+        GatheredBlock(lambda ids, x, w: (ids, (ids + 1) % E, x, w)), "the expert ids differ between the linears"),
+    "expert number used as data": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u * ids.unsqueeze(-1))),
+        "the activation reads something else than the first linear"),
+    "row number used as data": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u * torch.arange(T * K).unsqueeze(-1))),
+        "the activation reads something else than the first linear"),
+    "a different permutation on the way back": (
+        GroupedBlock(Parts(back=lambda s, perm, ids: torch.argsort(perm))), ""),
+    "max instead of sum": (
+        GroupedBlock(Parts(finish=lambda s, y: y.max(dim=1).values)), ""),
+    "mean instead of sum": (
+        GroupedBlock(Parts(finish=lambda s, y: y.mean(dim=1))), "a mean where a sum is expected"),
+    "weight applied twice": (
+        GroupedBlock(Parts(weigh=lambda s, y, w: y * w.unsqueeze(-1) * w.unsqueeze(-1))),
+        "the routing weight is applied more than once, or is an expression"),
+    "cross-row operation between the linears": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u - (F.silu(g) * u).mean(0, keepdim=True))), ""),
+    "softmax between the linears": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.softmax(g, dim=-1) * u)), ""),
+    "rows of another token": (
+        GroupedBlock(Parts(rows=lambda s, x, perm: x[(perm // K + 1) % T])), ""),
+    "rows by choice instead of token": (
+        GroupedBlock(Parts(rows=lambda s, x, perm: x[perm % K])),
+        "the hidden states is not read at its own token and choice"),
+    "channels shifted between the linears": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u.roll(1, -1))), ""),
+    "gate and up channels crossed": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u.flip(-1))), ""),
+    "hidden mutated after it was gathered": (
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u,
+                           weigh=lambda s, y, w: y * w.unsqueeze(-1))), "MUTATE_X"),
+    "sum over the first choice only": (
+        GroupedBlock(Parts(finish=lambda s, y: y[:, 0])), ""),
+    "sum of twice the first choice": (
+        GroupedBlock(Parts(finish=lambda s, y: y[:, :1].expand(-1, K, -1).sum(dim=1))), ""),
+    "weights of a neighbouring token": (
+        GatheredBlock(lambda ids, x, w: (ids, ids, x, w.roll(1, 0))), "TRUE"),
+    "weights swapped between choices": (
+        GatheredBlock(lambda ids, x, w: (ids, ids, x, w[:, [1, 0]])), ""),
+    "an expert's bias at the choice, not the expert": (
+        GroupedBlock(Parts(weigh=lambda s, y, w: (y + s.other[0]) * w.unsqueeze(-1))),
+        "what is added to the experts' output is not a bias per expert"),
+}  # fmt: skip
+
+
+class MutatesHidden(GroupedBlock):
+    """x is changed in place between its gather and the combination: reading it late would be wrong."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        self.p = Parts(weigh=lambda s, y, w: (x.add_(1), y * w.unsqueeze(-1))[1])
+        return super().forward(x)
+
+
+class MutatesIds(GroupedBlock):
+    """The ids are changed in place between the two linears, in memory that the second offsets count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+
+        def route(s: Any, probs: torch.Tensor) -> Any:
+            values, ids = torch.topk(probs, K, dim=-1)
+            kept.append(ids)
+            return values, ids
+
+        def between(s: Any, g: torch.Tensor, u: torch.Tensor, ids: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
+            kept[0].fill_(0)
+            return F.silu(g) * u
+
+        self.p = Parts(route=route, between=between, second_ids=lambda s, ids: ids.clone())
+        return super().forward(x)
+
+
+IMPOSTORS["hidden mutated after it was gathered"] = (MutatesHidden(), "a tensor was changed after the block read it")
+IMPOSTORS["ids edited in place between the linears"] = (MutatesIds(), "")
+# A neighbour's weights are simply another [T, K] tensor of weights: not an impostor.
+del IMPOSTORS["weights of a neighbouring token"]
+
+
+@pytest.mark.parametrize("name", list(IMPOSTORS))
+def test_impostors_are_refused_with_a_reason(name: str) -> None:
+    module, reason = IMPOSTORS[name]
+    result = recognized(module)
+    assert not result.regions
+    assert result.rejections, "nothing said why"
+    reasons = [r.verdict.reason for r in result.rejections]
+    assert not reason or reason in reasons
+    torch._dynamo.reset()
+    same_as_eager(module, torch.randn(T, H))
+
+
+def test_weights_from_elsewhere_are_just_weights() -> None:
+    module = GatheredBlock(lambda ids, x, w: (ids, ids, x, w.roll(1, 0)))
+    (region,) = recognized(module).regions
+    assert region.router is None
+    assert region.router_why
+    torch._dynamo.reset()
+    same_as_eager(module, torch.randn(T, H))
+
+
+def test_a_value_that_escapes_stays_computed() -> None:
+    class Escapes(GroupedBlock):
+        def forward(self, x: torch.Tensor) -> Any:
+            kept: list[torch.Tensor] = []
+
+            def weigh(s: Any, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+                kept.append(y)
+                return y * w.unsqueeze(-1)
+
+            self.p = Parts(weigh=weigh)
+            out = super().forward(x)
+            return out, kept[0].abs().sum(), kept[0]
+
+    module, x = Escapes(), torch.randn(T, H)
+    assert len(recognized(module).regions) == 1
+    torch._dynamo.reset()
+    run = torch.compile(module, backend=lambda gm, i: moe_backend(gm, i, options={"moe.inner": "eager", "moe.strict": True}))
+    with torch.no_grad():
+        for got, expected in zip(run(x), module(x)):
+            torch.testing.assert_close(got, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    gathered=st.booleans(),
+    activation=st.sampled_from(["silu", "gelu", "relu", "tanh", "sigmoid"]),
+    swapped=st.booleans(),
+    scale=st.sampled_from([None, 0.5, 3]),
+    renorm=st.booleans(),
+    dynamic=st.booleans(),
+)
+def test_spellings_are_recognized_or_refused_never_wrong(
+    tokens: int, gathered: bool, activation: str, swapped: bool, scale: float | None, renorm: bool, dynamic: bool
+) -> None:
+    """Random combinations of dispatch, activation, order of halves and router: proved, and equal to eager."""
+    torch._dynamo.reset()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            base = GroupedBlock()
+            self.gate, self.gate_up, self.down = base.gate, base.gate_up, base.down
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            w, ids = torch.topk(F.softmax(F.linear(x, self.gate), dim=-1), K, dim=-1)
+            if renorm:
+                w = w / (w.sum(-1, keepdim=True) + 1e-20)
+            if scale is not None:
+                w = w * scale
+            if gathered:
+                up = torch.einsum("tkgh,th->tkg", self.gate_up[ids], x).reshape(-1, 2 * I)
+            else:
+                _, perm, offsets = blocks.sorted_rows(ids.reshape(-1))
+                up = blocks.grouped(x[perm // K], self.gate_up.transpose(1, 2), offsets)
+            first, second = up.chunk(2, dim=-1)
+            g, u = (second, first) if swapped else (first, second)
+            a = getattr(torch, activation, None) or getattr(F, activation)
+            mid = a(g) * u
+            if gathered:
+                y = torch.einsum("tki,tkhi->tkh", mid.view(-1, K, I), self.down[ids])
+                return (y * w.unsqueeze(-1)).sum(1)
+            y = blocks.grouped(mid, self.down.transpose(1, 2), offsets) * w.reshape(-1)[perm].unsqueeze(-1)
+            return torch.zeros_like(x).index_add_(0, perm // K, y)
+
+    module, x = Block(), torch.randn(tokens, H)
+    result = recognized(module, x, dynamic)
+    assert len(result.regions) == 1, [str(r.verdict) for r in result.rejections]
+    torch._dynamo.reset()
+    same_as_eager(module, x)

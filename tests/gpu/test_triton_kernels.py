@@ -1,0 +1,160 @@
+"""Our Triton kernels on a CUDA device against fp64: layouts, dtypes, sentinels, graphs, 64-bit offsets."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytest.importorskip("triton")
+
+from moe_compile.activation import Activation, evaluate  # noqa: E402
+from moe_compile.kernels.grouped import gate_and_up  # noqa: E402
+from moe_compile.kernels.sort import sort_routes, sort_routes_reference  # noqa: E402
+from moe_compile.operands import ExpertWeights  # noqa: E402
+from moe_compile.providers.triton_decode import TritonDecode  # noqa: E402
+from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
+from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, torch_dtype  # noqa: E402
+
+GPU = torch.device("cuda", 0)
+PROVIDERS = (TritonGrouped(), TritonDecode())
+LIMIT = {"bf16": 6e-3, "f16": 1e-3, "f32": 3e-6}  # RMS, relative: one rounding of the activation and one of the output
+OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
+
+
+def spec_of(**changes) -> ExpertsSpec:
+    fields = {"E": 8, "K": 2, "H": 264, "I": 200, "act": "swiglu", **changes}
+    fields.setdefault("out", fields.get("x", "bf16"))
+    fields["act"] = Activation.parse(fields["act"])
+    return ExpertsSpec(**fields)
+
+
+def draw(spec: ExpertsSpec, T: int):
+    torch.manual_seed(T)
+
+    def normal(*shape: int, scale: float) -> torch.Tensor:
+        return torch.empty(shape, device=GPU, dtype=torch_dtype(spec.x)).normal_(0, scale)
+
+    *first, down = (normal(*s, scale=0.08) for s in spec.weight_shapes())
+    rows = spec.I if spec.gate_up.halves == "separate" else spec.G
+    bias = tuple(normal(spec.E, rows, scale=0.3) for _ in first) if spec.has_gate_up_bias else ()
+    down_bias = normal(spec.E, spec.H, scale=0.3) if spec.has_down_bias else None
+    ids = torch.rand((T, spec.E), device=GPU).argsort(1)[:, : spec.K]
+    weights = torch.rand((T, spec.K), device=GPU).to(torch_dtype(spec.w))
+    packed = ExpertWeights(gate_up=tuple(first), down=down, gate_up_bias=bias, down_bias=down_bias)
+    return normal(T, spec.H, scale=1.0), ids, weights, packed
+
+
+def exact(spec: ExpertsSpec, tokens: list[int], x, ids, weights, p: ExpertWeights) -> torch.Tensor:
+    """The spec's meaning in fp64 for some tokens."""
+    k_major, out = spec.gate_up.storage == "EGH", torch.zeros(len(tokens), spec.H, dtype=torch.float64, device=GPU)
+    gate, up = gate_and_up(p.gate_up, spec.gate_up.halves, 1 if k_major else 2)
+    gate_bias, up_bias = gate_and_up(p.gate_up_bias, spec.gate_up.halves, 1) if p.gate_up_bias else (None, None)
+
+    def linear(a, w, b, e, rows_first):
+        if w is None:
+            return None
+        y = (w[e].double() if rows_first else w[e].double().T) @ a
+        return y if b is None else y + b[e].double()
+
+    for i, t in enumerate(tokens):
+        for k, e in enumerate(ids[t].tolist()):
+            if 0 <= e < spec.E:
+                a = x[t].double() * (weights[t, k].double() if spec.weight == "input" else 1)
+                h = evaluate(spec.act.expr, linear(a, gate, gate_bias, e, k_major), linear(a, up, up_bias, e, k_major))
+                y = linear(h, p.down, p.down_bias, e, spec.down == "EHI")
+                out[i] += y * (weights[t, k].double() if spec.weight == "output" else 1)
+    return out
+
+
+def check(spec: ExpertsSpec, T: int, inputs=None, tactics: int = 1, tokens: list[int] | None = None) -> None:
+    """Every provider's first tactics: RMS against fp64, and the same bits from a second call and from a CUDA graph."""
+    inputs = inputs or draw(spec, T)
+    tokens = tokens or sorted({0, T // 3, T - 1})
+    want = exact(spec, tokens, *inputs)
+    for provider in PROVIDERS:
+        assert provider.supports(spec, GPU)
+        for tactic, _ in provider.tactics(spec, GPU, T)[:tactics]:
+            run = provider.build(tactic, spec, GPU)
+            got = run(*inputs)
+            assert got.isfinite().all()
+            error = ((got[tokens].double() - want).norm() / want.norm()).item()
+            assert error < LIMIT[spec.x], (provider.name, str(tactic), error)
+            assert torch.equal(got, run(*inputs))
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = run(*inputs)
+            graph.replay()
+            assert torch.equal(got, replayed)
+
+
+@pytest.mark.parametrize("halves", HALVES)
+@pytest.mark.parametrize("storage", GATE_UP_STORAGE)
+def test_layouts_with_biases(storage, halves):
+    layout = Layout(storage=storage, halves=halves)
+    down = "EHI" if storage == "EGH" else "EIH"
+    check(spec_of(gate_up=layout, down=down, bias="both", act="relu2" if halves == "up" else OAI), 21)
+
+
+@pytest.mark.parametrize("T", [1, 60, 500])
+@pytest.mark.parametrize("x", ["bf16", "f16", "f32"])
+def test_dtypes_and_tile_heights(x, T):
+    check(spec_of(x=x), T, tactics=4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"H": 263, "I": 199}, {"weight": "input", "act": "geglu"}, {"K": 1, "weight": "none"}, {"K": 5, "E": 5}],
+    ids=str,
+)
+def test_variants(changes):
+    check(spec_of(**changes), 90)
+
+
+def test_sentinels_never_touch_poisoned_weights():
+    spec = spec_of(bias="both", H=263, I=199)
+    x, ids, weights, p = draw(spec, 300)
+    ids[ids == 2] = spec.E
+    ids[ids == 7] = -1
+    ids[5] = -1
+    for tensor in (*p.gate_up, p.down, *p.gate_up_bias, p.down_bias):
+        tensor[2] = float("nan")
+        tensor[7] = float("nan")
+    check(spec, 300, (x, ids, weights, p), tokens=[0, 4, 17, 299])
+    for provider in PROVIDERS:
+        run = provider.build(provider.tactics(spec, GPU, 300)[0][0], spec, GPU)
+        assert not run(x, ids, weights, p)[5].any()
+
+
+def test_one_expert_takes_every_row():
+    spec = spec_of(K=1)
+    x, ids, weights, p = draw(spec, 700)
+    ids[:] = 6
+    check(spec, 700, (x, ids, weights, p), tactics=3)
+
+
+def test_weights_past_2_to_the_31():
+    spec = spec_of(E=300, K=2, H=2048, I=2048, weight="output")  # gate_up has 2.5e9 numbers
+    x, ids, weights, p = draw(spec, 40)
+    ids[0] = torch.tensor([298, 299], device=GPU)
+    check(spec, 40, (x, ids, weights, p))
+
+
+def test_routes_past_2_to_the_31():
+    spec = spec_of(E=8, K=8, H=2048, I=64)  # y_RH has 2.3e9 numbers
+    T = 140_000
+    inputs = draw(spec, T)
+    run = PROVIDERS[0].build(PROVIDERS[0].tactics(spec, GPU, T)[0][0], spec, GPU)
+    tokens = [0, T // 2, T - 1]
+    want = exact(spec, tokens, *inputs)
+    assert ((run(*inputs)[tokens].double() - want).norm() / want.norm()).item() < LIMIT["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("T", "K", "E"), [(3, 8, 128), (256, 8, 128), (300, 10, 512), (1025, 8, 128), (70_000, 8, 1024)]
+)
+def test_sort(T, K, E):
+    torch.manual_seed(T)
+    ids = torch.randint(-1, E + 1, (T, K), device=GPU)
+    got, want = sort_routes(ids, E, 64), sort_routes_reference(ids, E, 64)
+    placed = int(((ids >= 0) & (ids < E)).sum())
+    assert torch.equal(got.tiles(), want.tiles())
+    assert torch.equal(got.routes()[:placed], want.routes()[:placed])

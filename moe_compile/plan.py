@@ -1,8 +1,8 @@
 """Planning: which candidate serves which token counts of a spec on a device.
 
-Every provider is asked; those that support the spec offer tactics with their work. For now the pick is by a simple rule
-(the first tactic of the preferred provider), behind the interface that the cost model will fill: a `Planning` lists all
-candidates with their verdicts, and its `plan` is text that the operator looks T up in.
+Every provider is asked; those that support the spec offer tactics with their work. For now each provider's first tactic
+is priced by a simple rule (launches, and bytes over bandwidth), behind the interface that the cost model will fill: a
+`Planning` lists all candidates with their verdicts, and its `plan` is text that the operator looks T up in.
 """
 
 from __future__ import annotations
@@ -11,14 +11,20 @@ from dataclasses import dataclass
 
 import torch
 
-from .providers import Candidate, Plan, providers
+from .providers import Candidate, Plan, Work, providers
 from .spec import ExpertsSpec, RouterSpec
 from .verdict import OK, Reject, Verdict
 
 # Upper bounds of the token buckets that get a choice of their own; the plan merges neighbours that chose alike.
 TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, None)
-# Best first. On CUDA own kernels, which read any native layout; elsewhere torch's.
-PREFERENCE = {"cuda": ("triton_decode", "triton_grouped", "aten"), "cpu": ("aten",)}
+# Who competes where; the others run only what these can't.
+COMPETE = {"cuda": ("triton_decode", "triton_grouped"), "cpu": ("aten",)}
+# Read off docs/measured/kernels_h200.json (H200, bf16, 2026-11-30): us a launch costs in a CUDA graph, and the share of
+# the datasheet's 4.8 TB/s that a provider's weight reads reach. Decode reads an expert again for each of its routes;
+# half of such repeats come from L2. Crossovers hardly move with the card: fixed costs and bandwidth both scale.
+LAUNCH_US, SHARE = {"triton_decode": 2.5, "triton_grouped": 3.4}, {"triton_decode": 0.90, "triton_grouped": 0.945}
+TRANSPOSED_DECODE_SHARE = 0.55  # gpt_oss stores hidden before rows, which decode's dot products read against the grain
+BANDWIDTH = 4.8e6  # bytes per us
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +48,8 @@ def plan_experts(spec: ExpertsSpec, device: torch.device, provider: str = "auto"
             raise ValueError(f"moe.provider={provider!r} can't run {spec} on {device}: {verdicts[provider]}")
         order: tuple[str, ...] = (provider,)
     else:
-        order = tuple(n for n in PREFERENCE.get(device.type, ("aten",)) if verdicts.get(n))
+        able = tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n))
+        order = able or ("aten",)
     buckets: list[tuple[int | None, Candidate]] = []
     for bound in TOKEN_BUCKETS:
         chosen = _pick(order, spec, device, bound or 2 * 4096)
@@ -52,21 +59,30 @@ def plan_experts(spec: ExpertsSpec, device: torch.device, provider: str = "auto"
     return Planning(plan=Plan(tuple(buckets)), candidates=lines)
 
 
-def _pick(order: tuple[str, ...], spec: ExpertsSpec, device: torch.device, T: int) -> Candidate:
-    for name in order:
-        tactics = providers()[name].tactics(spec, device, T)
-        if tactics:
-            return Candidate(provider=name, tactic=tactics[0][0])
-    raise ValueError(f"no provider of {', '.join(order)} has a tactic for {T} tokens of {spec}")
+def _pick(names: tuple[str, ...], spec: ExpertsSpec, device: torch.device, T: int) -> Candidate:
+    offers = {name: offered[0] for name in names if (offered := providers()[name].tactics(spec, device, T))}
+    if not offers:
+        raise ValueError(f"no provider of {', '.join(names)} has a tactic for {T} tokens of {spec}")
+    once = min(work.weight_bytes for _, work in offers.values())
+    best = min(offers, key=lambda name: _price(name, offers[name][1], once, spec))
+    return Candidate(provider=best, tactic=offers[best][0])
+
+
+def _price(name: str, work: Work, once: float, spec: ExpertsSpec) -> float:
+    """Predicted us of a call whose experts' weights are `once` bytes when each is read once."""
+    share = SHARE.get(name, 1.0)
+    if name == "triton_decode" and (spec.gate_up.storage, spec.down) != ("EGH", "EHI"):
+        share = TRANSPOSED_DECODE_SHARE
+    moved = once + 0.5 * (work.weight_bytes - once) + work.activation_bytes
+    return work.launches * LAUNCH_US.get(name, 0.0) + moved / (share * BANDWIDTH)
 
 
 def plan_route(spec: RouterSpec, device: torch.device, wish: str = "auto") -> Verdict:
-    """Whether the router becomes `route`. auto: yes on the CPU, where it is a handful of torch calls either way.
+    """Whether the router becomes `route`. auto: only where a provider has a fused kernel for it, and none has yet.
 
-    On CUDA the graph's own nodes stay: Inductor fuses them, and there is no fused routing kernel yet.
+    Without one the operator is a handful of torch calls, which cost 10 to 30 us more a layer on a CPU (2 cores,
+    2026-11-30) than the nodes that the inner backend fuses.
     """
     if wish == "nodes":
         return Reject("moe.route=nodes asks for the router's own nodes")
-    if wish == "op" or device.type == "cpu":
-        return OK
-    return Reject("no provider fuses routing on this device; Inductor compiles the router's own nodes")
+    return OK if wish == "op" else Reject(f"no provider fuses routing on {device.type} yet; its nodes are compiled")

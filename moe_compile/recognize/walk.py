@@ -164,6 +164,11 @@ class Walk:
         if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):
             self.versions.write(argument)
 
+    @property
+    def known(self) -> Any:
+        """The nodes that a rule gave a value."""
+        return self._env.keys()
+
     def cut_at(self, node: torch.fx.Node) -> None:
         """From here on, `node` is a leaf of itself."""
         self._env[node] = (self.leaf(node), self.versions.of(node))
@@ -180,6 +185,8 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
     open_roots: dict[torch.fx.Node, Found] = {}
     for node in gm.graph.nodes:
         complaint = walk.visit(node)
+        if complaint is None:  # a Reject is falsy
+            complaint = _loose_end(walk, node)
         if complaint is not None:
             progress = _progress(walk, node)
             if progress:
@@ -227,6 +234,17 @@ def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found])
         return None
     found.match, found.root = widened, node
     return found
+
+
+def _loose_end(walk: Walk, node: torch.fx.Node) -> Reject | None:
+    """Where an expert's output is read by something that leaves it without a combination over the choices."""
+    if node.op == "output":
+        if any(isinstance(v := walk.value(n), Val) and v.term.dots for n in node.all_input_nodes):
+            return Reject("the experts' outputs leave the graph without being summed over the choices")
+    elif node.op in ("call_function", "call_method") and node not in walk.known and _progress(walk, node) == 2:
+        if isinstance(fake(node), torch.Tensor) and fake(node).is_floating_point():
+            return Reject("the experts' outputs are read by an operation that no rule follows", _target(node))
+    return None
 
 
 def _progress(walk: Walk, node: torch.fx.Node) -> int:

@@ -49,8 +49,10 @@ def _mean(c: Context, call: Call) -> Result:
 def _amax(c: Context, call: Call) -> Result:
     """The best of a dim; of the two results of `max` along a dim, the values."""
     v = val(c, call.get("input"))
-    if c.cut:
+    if cut_here(c, v):
         return None
+    if c.cut:
+        raise Unproved("a maximum where a sum is expected")
     if call.get("keepdim"):
         raise Unproved("a maximum that keeps its dim")
     d = dim(c, call.get("dim"), len(v.dims))

@@ -46,7 +46,7 @@ def _pointwise(c: Context, call: Call) -> Result:
     vals: list[Val] = [a for a in args if isinstance(a, Val)]
     if not vals:
         return None
-    if cut_here(c, *vals) and not _integers(c.terms, vals):
+    if cut_here(c, *(v for v in vals if isinstance(v.dtype, torch.dtype))) and not _integers(c.terms, vals):
         return None
     if sum(a.term.size for a in vals) > _MAX_TERM:
         raise Unproved("an expression too large to follow")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import journal
+from . import dump, journal
 from .journal import Compiled, GraphAbandoned, GraphSeen, Lowered, Planned, RegionFound, RegionRejected, StageFailed
 from .options import Options
 from .verdict import Reject
@@ -36,6 +36,7 @@ def moe_backend(
     (docs/options.md), the others go to Inductor. ValueError for an unknown or bad `moe.` option.
     """
     ours, inner_options = Options.parse(options)
+    dump.follow_environment()
     original = _copy(gm.graph)
     graph = journal.next_graph()
     try:
@@ -151,12 +152,17 @@ def _finish(gm: torch.fx.GraphModule) -> None:
 
 
 def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph with nodes of its own; it shares values and metadata."""
+    """The graph with nodes of its own; it shares values, metadata and what Dynamo hangs on nodes besides."""
     new = torch.fx.Graph()
-    output = new.graph_copy(graph, val_map={}, return_output_node=True)
+    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = new.graph_copy(graph, val_map=nodes, return_output_node=True)
     if isinstance(output, tuple):
         value, node = output
-        new.output(value).meta.update(node.meta)
+        nodes[node] = new.output(value)
+        nodes[node].meta.update(node.meta)
+    for old, copy in nodes.items():
+        for name in vars(old).keys() - vars(copy).keys():  # _dynamo_source: where an input comes from
+            setattr(copy, name, getattr(old, name))
     return new
 
 
@@ -207,7 +213,7 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
-        return compiled  # type: ignore[no-any-return]
+        return compiled
 
     return compile_graph
 

@@ -167,8 +167,8 @@ def _spellings() -> tuple[dict[Any, _Spelling], dict[str, _Spelling]]:
     functions: dict[Any, _Spelling] = {}
     methods: dict[str, _Spelling] = {}
 
-    def add(op: str, params: tuple[str, ...], name: str, inplace: bool = False, fixed: tuple = ()) -> None:
-        spelling = _Spelling(op, params, fixed, inplace)
+    def add(op: str, params: tuple[str, ...], name: str, inplace: bool = False) -> None:
+        spelling = _Spelling(op, params, (), inplace)
         methods[name] = spelling
         for namespace in (torch, F, torch.Tensor, torch.special):
             f = getattr(namespace, name, None)

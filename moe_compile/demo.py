@@ -19,8 +19,8 @@ from .explain import Report
 TOKENS = (1, 16, 256)
 ERROR_RATIO = 2.0  # moe's error over the larger of eager's and Inductor's: rounding differs by chance, wrong is far off
 
-# One graph per kind of shape keeps this under a minute on two cores: Inductor alone takes 9 s to probe the C++ compiler
-# and 9 s a layer and graph there (2 cores, 2025-11).
+# Small enough for a minute on two cores with nothing cached, nearly all of it g++: Inductor 25 s (9 s of which are its
+# start), moe 8 s, everything together 42 s (2026-11-30). Four layers took 1.6 times as long.
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {"layers": 2, "H": 256, "I": 128, "E": 32, "K": 4},
     "cuda": {"layers": 2, "H": 1024, "I": 512, "E": 64, "K": 8},

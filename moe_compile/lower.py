@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from . import ops  # noqa: F401  (registers the operators)
-from .algebra.terms import as_size
+from .algebra.affine import as_size
 from .canonical import canonical, mutated_arguments
 from .nodes import fake, storage
 

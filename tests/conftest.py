@@ -1,5 +1,7 @@
-"""Each parallel worker of pytest computes on one thread: two workers with two threads each on two cores spend their time
-waiting for one another (tests/models of two families: 113 s, with one thread 23 s; 2 busy cores, 2026-11-30)."""
+"""Each parallel worker of pytest computes on one thread: two workers of two threads on two cores wait for one another.
+
+tests/models of two families took 113 s with two threads and 23 s with one (2 busy cores, 2026-11-30).
+"""
 
 import os
 

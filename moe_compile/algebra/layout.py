@@ -13,19 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..verdict import Unproved
-from .terms import (
-    ZERO,
-    Affine,
-    Axis,
-    Size,
-    Term,
-    Terms,
-    axis_index,
-    divide,
-    divmod_affine,
-    flat,
-    times,
-)
+from .affine import ZERO, Affine, Axis, Size, axis_index, divide, divmod_affine, flat, times
+from .terms import Term, Terms
 
 
 @dataclass(frozen=True, eq=False)

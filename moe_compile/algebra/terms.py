@@ -1,6 +1,5 @@
 """Terms: what one element of a tensor is, as a function of axes. Pure values, hash-consed, no torch.
 
-An `Axis` is a binder with a size. An `Affine` is an integer: const + sum of coefficient * (axis or integer term).
 A `Term` is a node; two equal terms are one object (per `Terms` table), so equality is identity. Bound axes are pooled
 by nesting depth, which makes alpha-equal terms identical.
 
@@ -23,160 +22,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-Size = Any  # int, or a sympy expression where the dimension is symbolic
-
-
-def as_size(x: Any) -> Size:
-    """int of an int, torch.SymInt or sympy number; a sympy expression of what is symbolic."""
-    if type(x) is int:
-        return x
-    node = getattr(x, "node", None)
-    expr = node.expr if node is not None else x
-    if isinstance(expr, int):
-        return int(expr)
-    return int(expr) if expr.is_Integer else expr
-
-
-def times(*sizes: Size) -> Size:
-    """The product of sizes."""
-    total: Size = 1
-    for s in sizes:
-        total = total * s
-    return total if type(total) is int else as_size(total)
-
-
-def divide(a: Size, b: Size) -> Size | None:
-    """a / b where that is exactly an integer (or a polynomial with no denominator), else None."""
-    if type(a) is int and type(b) is int:
-        return a // b if b and a % b == 0 else None
-    if b == 1:
-        return a
-    if a == b:
-        return 1
-    quotient = a / b
-    return as_size(quotient) if quotient.as_numer_denom()[1] == 1 else None
-
-
-class Axis:
-    """A binder. Identity is equality; `level` > 0 marks the pooled axes that terms bind."""
-
-    __slots__ = ("id", "level", "size")
-    _ids = itertools.count(1)
-
-    def __init__(self, size: Size, level: int = 0) -> None:
-        self.size, self.level, self.id = size, level, next(Axis._ids)
-
-    def __repr__(self) -> str:
-        return f"{'b' if self.level else 'a'}{self.id}:{self.size}"
-
-
-class Affine:
-    """const + sum(coefficient * base). Bases are axes or integer-valued terms, coefficients and const are sizes."""
-
-    __slots__ = ("_hash", "const", "items")
-
-    def __init__(self, const: Size, items: tuple[tuple[Any, Size], ...]) -> None:
-        self.const, self.items = const, items
-        self._hash = hash((const, items))
-
-    @staticmethod
-    def of(const: Size = 0, items: Mapping[Any, Size] | None = None) -> Affine:
-        kept = [(b, c) for b, c in (items or {}).items() if c != 0]
-        kept.sort(key=lambda bc: bc[0].id)
-        return Affine(as_size(const), tuple(kept))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Affine) and self.const == other.const and self.items == other.items)
-
-    def __add__(self, other: Affine) -> Affine:
-        items = dict(self.items)
-        for b, c in other.items:
-            items[b] = items.get(b, 0) + c
-        return Affine.of(self.const + other.const, items)
-
-    def scaled(self, k: Size) -> Affine:
-        return Affine.of(self.const * k, {b: as_size(c * k) for b, c in self.items})
-
-    def __repr__(self) -> str:
-        parts = [f"{c}*{b}" if c != 1 else f"{b}" for b, c in self.items]
-        return "+".join(parts + ([str(self.const)] if self.const != 0 or not parts else []))
-
-    @property
-    def single(self) -> Any:
-        """The base where the affine is exactly that base, else None."""
-        return self.items[0][0] if len(self.items) == 1 and self.const == 0 and self.items[0][1] == 1 else None
-
-    def free(self) -> frozenset[Axis]:
-        out: set[Axis] = set()
-        for b, _ in self.items:
-            out |= {b} if isinstance(b, Axis) else b.free
-        return frozenset(out)
-
-    def has_data(self) -> bool:
-        """Whether it depends on tensor data."""
-        return any(not isinstance(b, Axis) for b, _ in self.items)
-
-
-ZERO = Affine.of(0)
-
-
-def axis_index(axis: Axis) -> Affine:
-    return Affine(0, ((axis, 1),))
-
-
-def flat(digits: tuple[Affine, ...], sizes: tuple[Size, ...]) -> Affine:
-    """The row-major number of an index tuple."""
-    total = ZERO
-    for d, n in zip(digits, sizes):
-        total = total.scaled(n) + d
-    return total
-
-
-def below(a: Affine, n: Size) -> bool:
-    """Whether 0 <= a < n is certain: constants are non-negative and the axes form a mixed radix that n covers."""
-    if a.has_data():
-        return False
-    span: Size = 1
-    rest = sorted(a.items, key=lambda bc: (0, bc[1]) if type(bc[1]) is int else (1, 0))
-    if a.const != 0:
-        if type(a.const) is not int or a.const < 0:
-            return False
-        if any(type(c) is not int or type(b.size) is not int for b, c in rest) or type(n) is not int:
-            return False
-        return a.const + sum(c * (b.size - 1) for b, c in rest) < n
-    for b, c in rest:
-        if c == span or (type(c) is int and type(span) is int and c > span):
-            span = times(c, b.size)
-        else:
-            return False
-    if span == n:
-        return True
-    if type(span) is int and type(n) is int:
-        return bool(span <= n)
-    return divide(n, span) is not None
-
-
-def divmod_affine(a: Affine, n: Size) -> tuple[Affine, Affine] | None:
-    """(a // n, a % n) where both are affine: terms whose coefficient n divides go up, the rest must be below n."""
-    if n == 1:
-        return a, ZERO
-    high: dict[Any, Size] = {}
-    low: dict[Any, Size] = {}
-    for b, c in a.items:
-        q = divide(c, n)
-        if q is not None:
-            high[b] = q
-        else:
-            low[b] = c
-    const_high: Size = 0
-    const_low = a.const
-    if type(a.const) is int and type(n) is int:
-        const_high, const_low = divmod(a.const, n)
-    rest = Affine.of(const_low, low)
-    return (Affine.of(const_high, high), rest) if below(rest, n) else None
+from .affine import Affine, Axis, Size, axis_index
 
 
 class Term:
@@ -298,7 +144,7 @@ class Terms:
             args = tuple(self.substitute(a, inner) for a in t.args)
         else:
             args = tuple(self._substitute(a, mapping, memo) for a in t.args)
-        out = self.int(index[0]) if t.op == "int" else self.make(t.op, args, index, t.bound, t.attr, t.dtype)
+        out = self.integer(index[0]) if t.op == "int" else self.make(t.op, args, index, t.bound, t.attr, t.dtype)
         memo[t.id] = out
         return out
 
@@ -316,9 +162,32 @@ class Terms:
                 out = out + (new.scaled(c) if new is not None else Affine(0, ((b, c),)))
         return a if out is None else out
 
+    def rewrite(self, t: Term, rule: Callable[[Term], Term | None]) -> Term:
+        """`t` with every subterm, those inside indices included, replaced bottom-up where `rule` gives another."""
+        memo: dict[int, Term] = {}
+
+        def affine(a: Affine) -> Affine:
+            if not a.has_data():
+                return a
+            total = Affine(a.const, ())
+            for base, coefficient in a.items:
+                value = axis_index(base) if isinstance(base, Axis) else self.value(visit(base))
+                total = total + value.scaled(coefficient)
+            return total
+
+        def visit(x: Term) -> Term:
+            if x.id not in memo:
+                args, index = tuple(map(visit, x.args)), tuple(map(affine, x.index))
+                same = args == x.args and index == x.index
+                y = x if same else self.make(x.op, args, index, x.bound, x.attr, x.dtype)
+                memo[x.id] = rule(y) or y
+            return memo[x.id]
+
+        return visit(t)
+
     # integers
 
-    def int(self, a: Affine) -> Term:
+    def integer(self, a: Affine) -> Term:
         """The integer `a`; a lone term stays itself."""
         base = a.single
         return base if isinstance(base, Term) else self.make("int", index=(a,), dtype="int")
@@ -336,7 +205,7 @@ class Terms:
         return self.make("leaf", index=index, attr=LeafKey(node, version), dtype=dtype)
 
 
-class LeafKey(tuple):
+class LeafKey(tuple[Any, int]):
     """(node, version) of a leaf."""
 
     __slots__ = ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
-from .base import Candidate, ExpertWeights, Launcher, Plan, Provider, Tactic, Work
+from .base import Candidate, Launcher, Plan, Provider, Tactic, Work
 
 __all__ = ["Candidate", "ExpertWeights", "Launcher", "Plan", "Provider", "Tactic", "Work", "launcher", "providers"]
 

@@ -14,12 +14,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
-from ..activation import Activation, Expr, apply, const, pointwise_table
+from ..activation import Expr, apply, const, pointwise_table
+from ..algebra.affine import Affine, Axis, Size, axis_index, flat, times
 from ..algebra.layout import Val, number_of
-from ..algebra.terms import Affine, Axis, Size, Term, as_size, axis_index, find, flat, leaves, times
+from ..algebra.terms import Term, find, leaves
 from ..nodes import fake
 from ..spec import ExpertsSpec, Layout, short_dtype
 from ..verdict import Reject, Unproved
+from .reading import (
+    SWAPPED,
+    Stream,
+    expert_weight,
+    factors_of,
+    halves_of,
+    integral,
+    named,
+    scalar_value,
+    sizes_of,
+    strip,
+    swap,
+)
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -51,38 +65,12 @@ def combined(t: Term) -> bool:
     return t.op == "sum" and t.dots and find(t, lambda x: x.op == "dot" and any(a.dots for a in x.args)) is not None
 
 
-def strip(t: Term) -> Term:
-    """Without casts between floating dtypes: roundings that a kernel may skip."""
-    while t.op == "cast" and t.dtype.is_floating_point and _floating(t.args[0]):
-        t = t.args[0]
-    return t
-
-
-def _floating(t: Term) -> bool:
-    return t.op == "scalar" or (isinstance(t.dtype, torch.dtype) and t.dtype.is_floating_point)
-
-
 def match(walk: Walk, root: torch.fx.Node, value: Val) -> Match | Reject:
     """The match of a combined value, or why it is not one."""
     try:
         return _Reader(walk, root, value).read()
     except Unproved as m:
         return m.verdict
-
-
-@dataclass(frozen=True)
-class _Stream:
-    """One output of the first linear: rows coefficient * i + offset of a weight tensor, and maybe of a bias."""
-
-    weight: Term
-    storage: str
-    coefficient: Size
-    offset: Size
-    bias: Term | None
-
-    @property
-    def row(self) -> tuple[Size, Size]:
-        return self.coefficient, self.offset
 
 
 class _Reader:
@@ -100,6 +88,7 @@ class _Reader:
         self.ids: Term | None = None
         self.hidden: Term | None = None
         self.h_in: Axis | None = None
+        self.guard: Any = None
         self.input_weight: Term | None = None
 
     def read(self) -> Match:
@@ -113,14 +102,15 @@ class _Reader:
         y, down_bias = self._biased(y)
         i, down, act = self._down(y)
         self.i = i
-        streams: list[_Stream] = []
+        streams: list[Stream] = []
         expr = self._activation(act, streams)
         return self._spec(weight, down, down_bias, streams, expr)
 
     # the output side
 
     def _weighted(self, body: Term) -> tuple[Term | None, Term]:
-        factors = _factors(body)
+        factors = factors_of(body)
+        factors = [y for f in factors for y in (factors_of(self._guarded(f)) if f.dots else [f])]
         experts = [f for f in factors if f.dots]
         others = [f for f in factors if not f.dots]
         if len(experts) != 1:
@@ -133,6 +123,27 @@ class _Reader:
             )
         return (self._route_leaf(others[0], "routing weight") if others else None), experts[0]
 
+    def _guarded(self, y: Term) -> Term:
+        """Of where(ids >= E, 0, y): y as it is where ids < E. The operator gives other routes exactly 0 itself."""
+        if y.op != "pw" or y.attr != "where":
+            return y
+        outside, zero, inner = y.args
+        if outside.op != "pw" or outside.attr != "ge" or zero.op != "const" or zero.attr[1] != 0:
+            return y
+        ids, bound = outside.args
+        if bound.op != "const" or not integral(ids):
+            return y
+        self.guard = bound.attr[1]
+
+        def assume(t: Term) -> Term | None:
+            if t.op == "pw" and t.attr == "where" and t.args[0] is outside:
+                return t.args[2]
+            if t.op == "pw" and t.attr == "minimum" and t.args[0] is ids and t.args[1].op == "const":
+                return ids if t.args[1].attr[1] >= self.guard - 1 else None
+            return None
+
+        return self.terms.rewrite(inner, assume)
+
     def _route_leaf(self, t: Term, role: str) -> Term:
         """A leaf that is a whole [T, K] tensor read at (t, k)."""
         t = strip(t) if t.op != "leaf" else t
@@ -142,14 +153,11 @@ class _Reader:
         return t
 
     def _whole(self, leaf: Term, position: Affine, numel: Size, role: str) -> None:
-        sizes = tuple(self._sizes(leaf))
+        sizes = tuple(sizes_of(leaf))
         if flat(leaf.index, sizes) != position:
             raise Unproved(f"the {role} is not read at its own token and choice", repr(leaf))
         if times(*sizes) != numel:
             raise Unproved(f"the {role} is only partly used", f"{sizes} holds more than {numel}")
-
-    def _sizes(self, leaf: Term) -> list[Size]:
-        return [as_size(n) for n in fake(leaf.attr.node).shape]
 
     def _biased(self, y: Term) -> tuple[Term, Term | None]:
         y = strip(y)
@@ -191,7 +199,7 @@ class _Reader:
 
     # the activation
 
-    def _activation(self, t: Term, streams: list[_Stream]) -> Expr:
+    def _activation(self, t: Term, streams: list[Stream]) -> Expr:
         """The expression over up to two streams, named s0 and s1 in order of appearance, as `gate` and `up`."""
         memo: dict[int, Expr] = {}
         self.act_dtype = t.dtype
@@ -225,7 +233,7 @@ class _Reader:
 
         return visit(t)
 
-    def _stream(self, t: Term) -> _Stream | None:
+    def _stream(self, t: Term) -> Stream | None:
         bias: Term | None = None
         if t.op == "pw" and t.attr == "add":
             a, b = map(strip, t.args)
@@ -236,8 +244,8 @@ class _Reader:
         if t.op != "dot":
             return None
         axes, (a, b) = self.terms.open(t)
-        weight, x = (a, b) if _expert_weight(a) else (b, a)
-        if not _expert_weight(weight) or x.dots:
+        weight, x = (a, b) if expert_weight(a) else (b, a)
+        if not expert_weight(weight) or x.dots:
             raise Unproved("the first linear is not a token's hidden state times an expert's weights", repr(t)[:200])
         if len(axes) != 1:
             raise Unproved("the first linear contracts more or less than one dim", str(axes))
@@ -258,10 +266,10 @@ class _Reader:
             if len(bias.index) != 2 or bias.index[1] != row:
                 raise Unproved("the first linear's bias is read at other channels", repr(bias))
             self._expert(bias.index[0], "first bias")
-        return _Stream(weight, storage, coefficient, row.const, bias)
+        return Stream(weight, storage, coefficient, row.const, bias)
 
     def _hidden(self, x: Term, h: Axis) -> None:
-        factors = _factors(x)
+        factors = factors_of(x)
         if len(factors) == 2:
             x, weight = sorted(factors, key=lambda f: h not in f.free)
             weight = self._route_leaf(weight, "routing weight")
@@ -283,16 +291,18 @@ class _Reader:
     # the spec
 
     def _spec(
-        self, weight: Term | None, down: Term, down_bias: Term | None, streams: list[_Stream], expr: Expr
+        self, weight: Term | None, down: Term, down_bias: Term | None, streams: list[Stream], expr: Expr
     ) -> Match:
         assert self.ids is not None
         hidden = self.hidden
         if hidden is None:
             raise Unproved("the activation does not depend on the hidden states")
         H, I = self.h_out.size, self.i.size
-        E, *_ = self._sizes(down)
+        E, *_ = sizes_of(down)
         if any(type(n) is not int for n in (E, H, I)):
             raise Unproved("the experts' sizes are not static", f"E={E} H={H} I={I}")
+        if self.guard not in (None, E):
+            raise Unproved("routes are masked at another number than that of the experts", f"{self.guard}, not {E}")
         index = (axis_index(self.h_out), axis_index(self.i))
         if down.index[1:] == index:
             down_storage, shape = "EHI", [E, H, I]
@@ -300,19 +310,19 @@ class _Reader:
             down_storage, shape = "EIH", [E, I, H]
         else:
             raise Unproved("the second linear's weights are not read along channels and hidden", repr(down))
-        if self._sizes(down) != shape:
-            raise Unproved("the second linear's weights are only partly used", f"{self._sizes(down)}, not {shape}")
-        if down_bias is not None and self._sizes(down_bias) != [E, H]:
-            raise Unproved("the output bias is only partly used", str(self._sizes(down_bias)))
+        if sizes_of(down) != shape:
+            raise Unproved("the second linear's weights are only partly used", f"{sizes_of(down)}, not {shape}")
+        if down_bias is not None and sizes_of(down_bias) != [E, H]:
+            raise Unproved("the output bias is only partly used", str(sizes_of(down_bias)))
         if weight is not None and self.input_weight is not None:
             raise Unproved("the routing weight is applied twice")
-        halves, order = self._halves(streams, E, H, I)
+        halves, order = halves_of(streams, E, H, I)
         if order != [0, 1] and len(streams) == 2:
             streams = [streams[1], streams[0]]
-            expr = _swap(expr)
-        act, swapped = _named(expr, len(streams))
+            expr = swap(expr)
+        act, swapped = named(expr, len(streams))
         if swapped:
-            halves = _SWAPPED.get(halves, halves)
+            halves = SWAPPED.get(halves, halves)
             streams = streams[::-1]
         tensors = {"hidden states": hidden, "first linear": streams[0].weight, "second linear": down}
         dtypes = {role: short_dtype(t.dtype) for role, t in tensors.items()}
@@ -350,75 +360,3 @@ class _Reader:
             down_bias=down_bias.attr.node if down_bias is not None else None,
             leaves=read,
         )
-
-    def _halves(self, streams: list[_Stream], E: int, H: int, I: int) -> tuple[str, list[int]]:
-        """Where the streams' rows sit in their tensor(s); and the order of the streams by position there."""
-        first = streams[0]
-        weights = {s.weight.attr for s in streams}
-        G = I * len(streams) if len(weights) == 1 else I
-        for s in streams:
-            shape = [E, G, H] if s.storage == "EGH" else [E, H, G]
-            if self._sizes(s.weight) != shape:
-                raise Unproved(
-                    "the first linear's weights are only partly used", f"{self._sizes(s.weight)}, not {shape}"
-                )
-            if s.storage != first.storage or (s.bias is None) != (first.bias is None):
-                raise Unproved("gate and up are stored differently")
-            if s.bias is not None and self._sizes(s.bias) != [E, G]:
-                raise Unproved("the first linear's bias is only partly used", str(self._sizes(s.bias)))
-        if len(weights) == 1 and first.bias is not None and len({s.bias.attr for s in streams if s.bias}) != 1:
-            raise Unproved("gate and up are stored differently")
-        rows = [s.row for s in streams]
-        if len(streams) == 1 or len(weights) == 2:
-            if any(r != (1, 0) for r in rows):
-                raise Unproved("the first linear's rows are permuted", str(rows))
-            return ("up" if len(streams) == 1 else "separate"), list(range(len(streams)))
-        order = sorted(range(2), key=lambda n: rows[n][1])
-        placed = [rows[n] for n in order]
-        if placed == [(1, 0), (1, I)]:
-            return "gate_up", order
-        if placed == [(2, 0), (2, 1)]:
-            return "gate_up_interleaved", order
-        raise Unproved("gate and up rows are neither halves nor interleaved", str(rows))
-
-
-_SWAPPED = {"gate_up": "up_gate", "gate_up_interleaved": "up_gate_interleaved"}
-
-
-def _named(expr: Expr, streams: int) -> tuple[Activation, bool]:
-    """The activation, and whether its streams change names: the gate is the one that gives it a known name."""
-    if streams == 1:
-        return Activation(_rename(expr)), False
-    as_is, swapped = Activation(expr), Activation(_swap(expr))
-    if as_is.name != "expression" or swapped.name == "expression":
-        return as_is, False
-    return swapped, True
-
-
-def _expert_weight(t: Term) -> bool:
-    return t.op == "leaf" and t.routed and len(t.index) == 3
-
-
-def _factors(t: Term) -> list[Term]:
-    """The factors of a product, through casts."""
-    t = strip(t)
-    return [f for a in t.args for f in _factors(a)] if t.op == "pw" and t.attr == "mul" else [t]
-
-
-def _swap(e: Expr) -> Expr:
-    if e.op in ("gate", "up"):
-        return Expr("up" if e.op == "gate" else "gate")
-    return apply(e.op, *map(_swap, e.args)) if e.args else e
-
-
-def _rename(e: Expr) -> Expr:
-    """The lone stream of a non-gated expert is called up."""
-    if e.op == "gate":
-        return Expr("up")
-    return apply(e.op, *map(_rename, e.args)) if e.args else e
-
-
-def scalar_value(t: Term) -> float:
-    """A Python float that dynamic=True made an input: its value, which the compiled graph is then guarded on."""
-    node: Any = t.attr
-    return float(fake(node))

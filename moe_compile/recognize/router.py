@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 
+from ..algebra.affine import Affine, Axis, as_size, axis_index, flat, times
 from ..algebra.layout import Val, number_of
-from ..algebra.terms import Affine, Axis, Term, as_size, axis_index, find, flat, times
+from ..algebra.terms import Term, find
 from ..canonical import canonical, mutated_arguments
 from ..nodes import fake, storage
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
-from .match import Match, scalar_value, strip
+from .match import Match
+from .reading import scalar_value, sizes_of, strip
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -222,7 +224,7 @@ class _Router:
             return None, groups
         if choice.op == "pw" and choice.attr == "add" and choice.dtype == score.dtype and score in choice.args:
             bias = strip(next((a for a in choice.args if a is not score), score))
-            if bias.op == "leaf" and bias.index == (at,) and self._sizes(bias) == [self.E]:
+            if bias.op == "leaf" and bias.index == (at,) and sizes_of(bias) == [self.E]:
                 return bias.attr.node, groups
         raise Unproved("the experts are chosen by something else than the scores", repr(choice)[:200])
 
@@ -268,14 +270,11 @@ class _Router:
         return "top2_sum"
 
     def _whole(self, logits: Term) -> None:
-        sizes = self._sizes(logits)
+        sizes = sizes_of(logits)
         t = number_of(self.t_axes)
         whole = times(*(a.size for a in self.t_axes), self.E)
         if flat(logits.index, tuple(sizes)) != t.scaled(self.E) + axis_index(self.e) or times(*sizes) != whole:
             raise Unproved("the logits are not a whole tensor of tokens by experts", repr(logits))
-
-    def _sizes(self, leaf: Term) -> list[object]:
-        return [as_size(n) for n in fake(leaf.attr.node).shape]
 
 
 def _choice(base: object) -> bool:

@@ -16,8 +16,9 @@ import torch
 import torch.fx
 
 from .. import rules
+from ..algebra.affine import Size, as_size
 from ..algebra.layout import Ord, Val, new_axes
-from ..algebra.terms import Size, Term, Terms, as_size
+from ..algebra.terms import LeafKey, Term, Terms
 from ..canonical import Call, canonical, mutated_arguments
 from ..journal import Where
 from ..nodes import fake, where
@@ -67,6 +68,7 @@ class Walk:
         self.cut = cut
         self.versions = Versions()
         self.selections: dict[torch.fx.Node, Val] = {}
+        self.ranges: dict[LeafKey, int] = {}
         self.node: torch.fx.Node = None  # type: ignore[assignment]
         self._env: dict[torch.fx.Node, tuple[Any, int]] = {}
         self._table = rules.load()
@@ -241,9 +243,14 @@ def _loose_end(walk: Walk, node: torch.fx.Node) -> Reject | None:
     if node.op == "output":
         if any(isinstance(v := walk.value(n), Val) and v.term.dots for n in node.all_input_nodes):
             return Reject("the experts' outputs leave the graph without being summed over the choices")
-    elif node.op in ("call_function", "call_method") and node not in walk.known and _progress(walk, node) == 2:
-        if isinstance(fake(node), torch.Tensor) and fake(node).is_floating_point():
-            return Reject("the experts' outputs are read by an operation that no rule follows", _target(node))
+    elif (
+        node.op in ("call_function", "call_method")
+        and node not in walk.known
+        and isinstance(value := fake(node), torch.Tensor)
+        and value.is_floating_point()
+        and _progress(walk, node) == 2
+    ):
+        return Reject("the experts' outputs are read by an operation that no rule follows", _target(node))
     return None
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..algebra.affine import axis_index
 from ..algebra.layout import Val
-from ..algebra.terms import axis_index
 from ..canonical import Call
 from ..nodes import fake
 from ..verdict import Unproved

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..algebra.affine import Affine
 from ..algebra.layout import Val, new_axes
-from ..algebra.terms import Affine
 from ..canonical import Call
 from .registry import Context, Result, number, rule
 
@@ -33,4 +33,4 @@ def _arange(c: Context, call: Call) -> Result:
     if start != 0 or step != 1 or c.dtype.is_floating_point:
         return None
     dims, index = new_axes(c.sizes)
-    return Val(dims, c.terms.int(index[0] if index else Affine.of(0)), c.dtype)
+    return Val(dims, c.terms.integer(index[0] if index else Affine.of(0)), c.dtype)

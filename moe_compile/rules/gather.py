@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..algebra.affine import Affine, Axis, Size, axis_index, times
 from ..algebra.layout import Val, broadcast, decode, refresh, taken
-from ..algebra.terms import Affine, Axis, Size, Term, axis_index, times
+from ..algebra.terms import Term
 from ..canonical import Call
 from ..verdict import Unproved
 from .registry import Context, Result, dim, integer, is_zero, ordinary, rule, val

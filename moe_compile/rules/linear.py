@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..algebra.affine import Axis
 from ..algebra.layout import Dim, Ord, Val, broadcast, decode, match_dims, number_of, refresh
-from ..algebra.terms import Axis, Term
+from ..algebra.terms import Term
 from ..canonical import Call
 from ..verdict import Unproved
 from .registry import Context, Result, ordinary, rule, val

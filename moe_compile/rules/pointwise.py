@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from ..algebra.affine import Affine, as_size, divmod_affine
 from ..algebra.layout import Val, broadcast
-from ..algebra.terms import Affine, Term, Terms, as_size, divmod_affine
+from ..algebra.terms import Term, Terms
 from ..canonical import Call
 from ..verdict import Unproved
 from .registry import Context, Result, cut_here, rule, val
@@ -46,6 +47,9 @@ def _pointwise(c: Context, call: Call) -> Result:
     vals: list[Val] = [a for a in args if isinstance(a, Val)]
     if not vals:
         return None
+    decided = _by_range(c, call.op, args)
+    if decided is not None:
+        return decided
     if cut_here(c, *(v for v in vals if isinstance(v.dtype, torch.dtype))) and not _integers(c.terms, vals):
         return None
     if sum(a.term.size for a in vals) > _MAX_TERM:
@@ -71,9 +75,35 @@ def _operand(c: Context, argument: Any) -> Val | None:
         return Val((), c.terms.const(v), type(v))
     if isinstance(v, (torch.SymInt, torch.SymFloat)):
         integral = isinstance(v, torch.SymInt)
-        term = c.terms.int(Affine.of(as_size(v))) if integral else c.terms.make("scalar", attr=argument)
+        term = c.terms.integer(Affine.of(as_size(v))) if integral else c.terms.make("scalar", attr=argument)
         return Val((), term, int if integral else float)
     raise Unproved("an operand that is neither a tensor nor a number", str(argument))
+
+
+def _by_range(c: Context, op: str, args: list[Val | None]) -> Val | None:
+    """What a top-k's range decides: a test of its indices against their bound, a clamp that never bites, a mask."""
+    x = args[0]
+    if op in ("where", "masked_fill"):
+        mask, kept = (x, args[2]) if op == "where" else (args[1], x)
+        never = mask is not None and mask.term.op == "const" and not mask.term.attr[1]
+        return kept if never and kept is not None and kept.sizes == c.sizes and kept.dtype == c.dtype else None
+    bound = c.ranges.get(x.term.attr) if x is not None and x.term.op == "leaf" else None
+    if x is None or bound is None:
+        return None
+    limits = [None if a is None else _affine(a.term) for a in args[1:]]
+    if any(a is not None and (a.items or type(a.const) is not int) for a in limits):
+        return None
+    numbers = [None if a is None else a.const for a in limits]
+    if op in ("clamp", "clamp_min", "clamp_max"):
+        low = numbers[0] if op != "clamp_max" else None
+        high = numbers[-1] if op != "clamp_min" else None
+        return x if (low is None or low <= 0) and (high is None or high >= bound - 1) else None
+    (n,) = numbers
+    if n is None:
+        return None
+    tests = {"ge": (n <= 0, n >= bound), "gt": (n < 0, n >= bound - 1), "lt": (n >= bound, n <= 0)}
+    always, never = tests.get(op, (False, False))
+    return Val(x.dims, c.terms.const(bool(always)), torch.bool) if always or never else None
 
 
 def _integers(terms: Terms, vals: list[Val]) -> bool:
@@ -90,14 +120,14 @@ def _integer(terms: Terms, name: str, operands: list[Term | None]) -> Term | Non
     if all(t is not None and t.op == "const" for t in operands):
         return None
     if name == "add":
-        return terms.int(a + b)
+        return terms.integer(a + b)
     if name == "sub":
-        return terms.int(a + b.scaled(-1))
+        return terms.integer(a + b.scaled(-1))
     if name == "mul" and (not a.items or not b.items):
-        return terms.int(b.scaled(a.const) if not a.items else a.scaled(b.const))
+        return terms.integer(b.scaled(a.const) if not a.items else a.scaled(b.const))
     if name in ("floordiv", "remainder") and not b.items and b.const != 0:
         parts = divmod_affine(a, b.const)
-        return None if parts is None else terms.int(parts[0 if name == "floordiv" else 1])
+        return None if parts is None else terms.integer(parts[0 if name == "floordiv" else 1])
     return None
 
 

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.fx
 
+from ..algebra.affine import Affine, Size, as_size
 from ..algebra.layout import Val
-from ..algebra.terms import Affine, Size, Term, Terms, as_size
+from ..algebra.terms import LeafKey, Term, Terms
 from ..canonical import Call
 from ..verdict import Unproved
 
@@ -27,6 +28,9 @@ class Context(Protocol):
 
     selections: dict[torch.fx.Node, Val]
     """With cut=False: what each top-k chose from, by the node of its ids."""
+
+    ranges: dict[LeafKey, int]
+    """Leaves whose integers are known to lie in [0, n): the indices of a top-k over n."""
 
     def value(self, argument: Any) -> Value: ...
 

@@ -7,8 +7,9 @@ import operator
 import torch
 import torch.fx
 
+from ..algebra.affine import Affine, Axis, axis_index
 from ..algebra.layout import Ord, Order, Val, new_axes, number_of, position
-from ..algebra.terms import Affine, Axis, Term, axis_index
+from ..algebra.terms import Term
 from ..canonical import Call
 from ..verdict import Unproved
 from .gather import bijection
@@ -43,7 +44,7 @@ def _sort(c: Context, call: Call) -> Result:
         if len(rows) == 1 and isinstance(rows[0], Ord):
             term = position(c.terms, rows[0])
         else:
-            term = c.terms.int(number_of(v.axes()))
+            term = c.terms.integer(number_of(v.axes()))
         inverse = Val((tuple(order_axes),), term, torch.int64)
         if call.op == "argsort":
             return inverse
@@ -53,7 +54,7 @@ def _sort(c: Context, call: Call) -> Result:
     digits = tuple(a for a in v.axes())
     order = Order(c.node.name, _key(c, v), tuple(a.size for a in digits))
     dims = (((Ord(order, digits),) if digits else ()),)
-    permutation = Val(dims, c.terms.int(number_of(digits)), torch.int64)
+    permutation = Val(dims, c.terms.integer(number_of(digits)), torch.int64)
     return permutation if call.op == "argsort" else (Val(dims, v.term, v.dtype), permutation)
 
 
@@ -67,9 +68,11 @@ def _topk(c: Context, call: Call) -> Result:
     """(values, ids): the ids are a leaf; the values are the input read at the ids."""
     v = val(c, call.get("input"))
     ids = item(c.node, 1)
+    d = dim(c, call.get("dim"), len(v.dims), -1)
+    if ids is not None and type(v.sizes[d]) is int:
+        c.ranges[c.leaf(ids).term.attr] = v.sizes[d]
     if c.cut:
         return None, None
-    d = dim(c, call.get("dim"), len(v.dims), -1)
     if d != len(v.dims) - 1:
         raise Unproved("a top-k along a dim that is not the last")
     if ids is None:

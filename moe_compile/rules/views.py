@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ..algebra.affine import Axis, Size
 from ..algebra.layout import Dim, Val, reshape, sliced
-from ..algebra.terms import Axis, Size
 from ..canonical import Call
 from ..verdict import Unproved
 from .registry import Context, Result, dim, dims, number, rule, static_int, val

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-E, K, H, I = 6, 2, 16, 8  # noqa: E741
+E, K, H, I = 6, 2, 16, 8
 Tensor = torch.Tensor
 
 

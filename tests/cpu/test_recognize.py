@@ -43,9 +43,14 @@ def recognized(module: nn.Module, x: torch.Tensor | None = None, dynamic: bool =
 
 
 def same_as_eager(module: nn.Module, x: torch.Tensor) -> None:
-    run = torch.compile(module, backend=lambda gm, i: moe_backend(gm, i, options={"moe.inner": "eager", "moe.strict": True}))
+    run = compiled(module)
     with torch.no_grad():
         torch.testing.assert_close(run(x), module(x))
+
+
+def compiled(module: nn.Module) -> Any:
+    options = {"moe.inner": "eager", "moe.strict": True}
+    return torch.compile(module, backend=lambda gm, inputs: moe_backend(gm, inputs, options=options))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -63,12 +68,11 @@ def test_true_blocks_are_proved(make: Callable[[], nn.Module], dynamic: bool) ->
     same_as_eager(make(), torch.randn(T, H))
 
 
-
-
 # name: (what is changed, the reason given or None where only refusal matters)
 IMPOSTORS: dict[str, tuple[nn.Module, str]] = {
     "ids of the second linear shifted": (
-        GroupedBlock(Parts(second_ids=lambda s, ids: (ids + 1) % E)), "rows are sorted by other ids than the offsets count"),
+        GroupedBlock(Parts(second_ids=lambda s, ids: (ids + 1) % E)),
+        "rows are sorted by other ids than the offsets count"),
     "ids of the second linear shifted, gathered": (
         GatheredBlock(lambda ids, x, w: (ids, (ids + 1) % E, x, w)), "the expert ids differ between the linears"),
     "expert number used as data": (
@@ -87,7 +91,7 @@ IMPOSTORS: dict[str, tuple[nn.Module, str]] = {
         GroupedBlock(Parts(weigh=lambda s, y, w: y * w.unsqueeze(-1) * w.unsqueeze(-1))),
         "the routing weight is applied more than once, or is an expression"),
     "cross-row operation between the linears": (
-        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u - (F.silu(g) * u).mean(0, keepdim=True))), ""),
+        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u - u.mean(0, keepdim=True))), ""),
     "softmax between the linears": (
         GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.softmax(g, dim=-1) * u)), ""),
     "rows of another token": (
@@ -177,7 +181,7 @@ def test_a_value_that_escapes_stays_computed() -> None:
     module, x = Escapes(), torch.randn(T, H)
     assert len(recognized(module).regions) == 1
     torch._dynamo.reset()
-    run = torch.compile(module, backend=lambda gm, i: moe_backend(gm, i, options={"moe.inner": "eager", "moe.strict": True}))
+    run = compiled(module)
     with torch.no_grad():
         for got, expected in zip(run(x), module(x)):
             torch.testing.assert_close(got, expected)

@@ -1,8 +1,8 @@
 """The first families, end to end: every MoE layer replaced, numbers as good as the original graph's own.
 
 Blocks run in every combination of dtype, HuggingFace implementation and static or dynamic shapes, forward and backward.
-Errors are against a float64 evaluation of the same weights; ours may be at most 1.1 times the original's, by maximum and
-by RMS. The largest error of one input is decided by one element, so it is averaged over many inputs.
+Errors are against a float64 evaluation of the same weights; ours may be at most 1.1 times the original's, by maximum
+and by RMS. The largest error of one input is decided by one element, so it is averaged over many inputs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def truth_of(family: str, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", list(zoo.FAMILIES))
 def test_block_is_replaced_and_as_exact(family: str, dtype: torch.dtype, implementation: str | None) -> None:
-    """Static and dynamic shapes, `route` as an operator, gradients through autograd directly and through AOTAutograd."""
+    """Static and dynamic shapes, `route` as an operator, gradients by autograd directly and by AOTAutograd."""
     block = zoo.moe_block(zoo.build(family, dtype, implementation))
     truth = truth_of(family, dtype)
     original = outcomes(block, block, dtype)

@@ -183,28 +183,54 @@ def _order(e: Expr) -> tuple[int, str]:
     return (0 if e.op == "const" else 1 if e.args else 2, str(e))
 
 
-def evaluate(expr: Expr, gate: Any, up: Any) -> Any:
+def evaluate(expr: Expr, gate: Any, up: Any, *, reuse: bool = False) -> Any:
     """The expression's value for tensors `gate` and `up` of one shape and floating dtype (`gate` may be None).
 
-    Common subexpressions are computed once. The result has the inputs' shape and dtype.
+    Common subexpressions are computed once. The result has the inputs' shape and dtype. reuse: write sums and products
+    into an intermediate that nothing else reads; autograd can't see through that. The inputs are never written.
     """
     import torch
 
-    table, memo = pointwise_table(), {}
-
-    def visit(e: Expr) -> Any:
-        if e.op == "gate":
-            return gate
-        if e.op == "up":
-            return up
-        if e.op == "const":
-            return e.value
-        if e not in memo:
-            memo[e] = table[e.op].torch(*map(visit, e.args))
-        return memo[e]
-
-    value = visit(expr)
+    constants, steps = _program(expr, reuse)
+    values = [gate, up, *constants]
+    for function, slots in steps:
+        values.append(function(*[values[s] for s in slots]))
+    value = values[-1] if steps or constants else gate if expr.op == "gate" else up
     return value if isinstance(value, torch.Tensor) else torch.full_like(up, value)
+
+
+_Step = tuple[Callable[..., Any], tuple[int, ...]]
+
+
+@lru_cache(1024)
+def _program(expr: Expr, reuse: bool) -> tuple[tuple[float, ...], tuple[_Step, ...]]:
+    """(constants, steps): each step's function and its arguments' slots; slots are gate, up, constants, results."""
+    import torch
+
+    in_place = {"add": torch.Tensor.add_, "sub": torch.Tensor.sub_, "mul": torch.Tensor.mul_, "div": torch.Tensor.div_}
+    order: list[Expr] = []
+    reads: dict[Expr, int] = {}
+
+    def visit(e: Expr) -> None:
+        if e not in order:
+            for a in e.args:
+                visit(a)
+                reads[a] = reads.get(a, 0) + 1
+            order.append(e)
+
+    visit(expr)
+    numbers = [e for e in order if e.op == "const"]
+    slot = {GATE: 0, UP: 1, **{e: 2 + n for n, e in enumerate(numbers)}}
+    steps: list[_Step] = []
+    for e in order:
+        if not e.args:
+            continue
+        first = e.args[0]
+        free = reuse and e.op in in_place and first.args and reads[first] == 1 and first.variables()
+        step: Any = in_place[e.op] if free else pointwise_table()[e.op].torch
+        steps.append((step, tuple(slot[a] for a in e.args)))
+        slot[e] = 2 + len(numbers) + len(steps) - 1
+    return tuple(e.value for e in numbers), tuple(steps)
 
 
 @lru_cache(1024)

@@ -36,6 +36,8 @@ def moe_backend(
     (docs/options.md), the others go to Inductor. ValueError for an unknown or bad `moe.` option.
     """
     ours, inner_options = Options.parse(options)
+    if ours.provider != "auto":
+        _check_provider(ours.provider)
     dump.follow_environment()
     original = _copy(gm.graph)
     graph = journal.next_graph()
@@ -129,6 +131,12 @@ def _plan(spec: Any, device: torch.device, provider: str) -> Any:
     from .plan import plan_experts
 
     return plan_experts(spec, device, provider)
+
+
+def _check_provider(name: str) -> None:
+    from .plan import check_provider
+
+    check_provider(name)
 
 
 def _plan_route(spec: Any, device: torch.device, wish: str) -> Any:

@@ -143,7 +143,8 @@ def run(say: Callable[[str], None] = lambda text: None) -> Demo:
         for T in TOKENS:
             calls = {name: _call(forward, inputs[T]) for name, forward in forwards.items()}
             synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-            times[T] = bench.compare(calls, synchronize=synchronize)
+            # 0.1 s a sample: a few calls, so that what one contender leaves in the allocator is not the next one's time
+            times[T] = bench.compare(calls, sample_seconds=0.1, synchronize=synchronize)
     return Demo(
         model=description,
         report=Report.from_events(events),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .options import one_of
 from .providers import Candidate, Plan, Work, providers
 from .spec import ExpertsSpec, RouterSpec
 from .verdict import OK, Reject, Verdict
@@ -36,16 +37,13 @@ class Planning:
 
 
 def plan_experts(spec: ExpertsSpec, device: torch.device, provider: str = "auto") -> Planning:
-    """The plan for `spec` on `device`. `provider` forces one by name; ValueError where it can't run the spec."""
+    """The plan for `spec` on `device`. `provider` forces one by name, for the specs that it supports."""
     verdicts: dict[str, Verdict] = {}
     for name, p in providers().items():
         verdicts[name] = p.available() and p.supports(spec, device)
     lines = tuple(f"{name}: {verdict}" for name, verdict in verdicts.items())
-    if provider != "auto":
-        if provider not in verdicts:
-            raise ValueError(f"moe.provider={provider!r} is not one of auto, {', '.join(verdicts)}")
-        if not verdicts[provider]:
-            raise ValueError(f"moe.provider={provider!r} can't run {spec} on {device}: {verdicts[provider]}")
+    check_provider(provider)
+    if verdicts.get(provider):
         order: tuple[str, ...] = (provider,)
     else:
         able = tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n))
@@ -57,6 +55,11 @@ def plan_experts(spec: ExpertsSpec, device: torch.device, provider: str = "auto"
             buckets.pop()
         buckets.append((bound, chosen))
     return Planning(plan=Plan(tuple(buckets)), candidates=lines)
+
+
+def check_provider(name: str) -> None:
+    """ValueError where `moe.provider` names none, with the valid names and the closest."""
+    one_of("moe.provider", name, ("auto", *providers()))
 
 
 def _pick(names: tuple[str, ...], spec: ExpertsSpec, device: torch.device, T: int) -> Candidate:

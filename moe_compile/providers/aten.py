@@ -23,7 +23,7 @@ from .routes_host import on_host
 
 PATHS: dict[str, Callable[[Tensor, ExpertsSpec], Routes]] = {"hit": on_host, "grouped": Grouped, "blocks": Blocks}
 
-# an upcast copy beyond this is fresh pages each time: 1.2 ms became 0.37 ms (2048 x 512 bf16, EPYC, 2026-10)
+# an upcast copy beyond this is fresh pages each time: 1.2 ms became 0.37 ms (2048 x 512 bf16, EPYC, 2026-11)
 UPCAST_NUMEL = 1 << 18
 
 
@@ -70,12 +70,12 @@ def activate(spec: ExpertsSpec, gate_up_SG: Tensor) -> Tensor:
     """act(gate, up), evaluated in the accumulator's dtype and rounded once, to x's: [S, I]."""
     acc, x_dtype, expr = accumulator(spec), torch_dtype(spec.x), spec.act.expr
     if gate_up_SG.device.type != "cpu" or gate_up_SG.dtype == acc or gate_up_SG.numel() <= UPCAST_NUMEL:
-        h_SI: Tensor = evaluate(expr, *halves(spec, gate_up_SG.to(acc)))
+        h_SI: Tensor = evaluate(expr, *halves(spec, gate_up_SG.to(acc)), reuse=True)
         return h_SI.to(x_dtype)
     a_SI = gate_up_SG.new_empty(len(gate_up_SG), spec.I, dtype=x_dtype)
     n = max(1, UPCAST_NUMEL // spec.G)
     for i in range(0, len(a_SI), n):
-        a_SI[i : i + n] = evaluate(expr, *halves(spec, gate_up_SG[i : i + n].to(acc)))
+        a_SI[i : i + n] = evaluate(expr, *halves(spec, gate_up_SG[i : i + n].to(acc)), reuse=True)
     return a_SI
 
 

@@ -17,6 +17,9 @@ from torch import Tensor
 from ..spec import ExpertsSpec
 from .routes import Routes, arange
 
+NARROW = 8  # rows an expert, on average, up to which Loop swaps the operands of its products
+SWAP = 11  # rows an expert up to which Padded does: there MKL's bmm rounds 0.7 times as much as mm, else 1 or more
+
 
 class OnHost(Routes):
     """Rows that a host loop or a host size decides. `row_R`: the row of each route, S if it is invalid."""
@@ -33,7 +36,7 @@ class OnHost(Routes):
         if not self.all_valid:  # invalid routes read a row of zeros with weight zero
             y_SH = torch.cat((y_SH, y_SH.new_zeros(1, y_SH.shape[1])))
             w_TK = None if w_TK is None else w_TK.masked_fill(row_TK == self.S, 0)
-        # gather, scale and sum in one pass: 28 us, index_copy and bmm 109 us (T=256 K=8 H=256 fp32, EPYC, 2026-10)
+        # gather, scale and sum in one pass: 28 us, index_copy and bmm 109 us (T=256 K=8 H=256 fp32, EPYC, 2026-11)
         return F.embedding_bag(row_TK, y_SH, mode="sum", per_sample_weights=w_TK)
 
     def scatter(self, v_S: Tensor) -> Tensor:
@@ -64,10 +67,13 @@ class Loop(OnHost):
             self.row_R = _inverse(self.route_S, arange(self.S, self.route_S), self.T * self.K, self.S)
 
     def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        narrow = self.T > 1 and self.S <= NARROW * len(self.experts) and x_SA.dtype in (torch.float32, torch.float64)
+        if narrow and out is None:
+            return self._narrow(x_SA, w_ENA, bias_EN)
         if out is None:
             out = x_SA.new_empty(self.S, w_ENA.shape[1])
         w_EAN = w_ENA.mT
-        # unbind costs 0.3 us an expert, indexing 1.2 us a hit (EPYC, 2026-10)
+        # unbind costs 0.3 us an expert, indexing 1.2 us a hit (EPYC, 2026-11)
         w = w_EAN.unbind(0) if 4 * len(self.experts) > self.E else w_EAN
         rows = zip(self.experts, x_SA.split_with_sizes(self.sizes), out.split_with_sizes(self.sizes), strict=True)
         if bias_EN is None:
@@ -77,6 +83,25 @@ class Loop(OnHost):
             for e, x, y in rows:
                 torch.addmm(bias_EN[e], x, w[e], out=y)
         return out
+
+    def _narrow(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None) -> Tensor:
+        """For few rows an expert: w @ x.T into columns, transposed at the end.
+
+        MKL takes 10 us for 2 to 4 rows of 256 x 256 so, 24 to 27 us for x @ w.T, and rounds 0.75 times as much (EPYC,
+        2 cores, 2026-11-30). A single row falls into a slower gemv, 21 us, so it is computed together with the row
+        before it; going down, the previous expert overwrites that one.
+        """
+        x_AS, y_NS = x_SA.contiguous().mT, x_SA.new_empty(w_ENA.shape[1], self.S)
+        stop = self.S
+        for e, n in zip(reversed(self.experts), reversed(self.sizes)):
+            start = stop - n
+            columns = slice(max(start - 1, 0) if n == 1 else start, stop)
+            if bias_EN is None:
+                torch.mm(w_ENA[e], x_AS[:, columns], out=y_NS[:, columns])
+            else:
+                torch.addmm(bias_EN[e][:, None], w_ENA[e], x_AS[:, columns], out=y_NS[:, columns])
+            stop = start
+        return y_NS.mT.contiguous()
 
     def outer(self, a_SM: Tensor, b_SN: Tensor) -> Tensor:
         grad_EMN = a_SM.new_zeros(self.E, a_SM.shape[1], b_SN.shape[1])
@@ -115,8 +140,11 @@ class Padded(OnHost):
         self.row_V = row_V
 
     def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        x_ECA, w_EAN = x_SA.view(self.E, self.C, -1), w_ENA.mT
-        if bias_EN is None:
+        x_ECA, w_EAN = x_SA.reshape(self.E, self.C, -1), w_ENA.mT
+        if self.C <= SWAP and x_SA.dtype == torch.float32:  # operands swapped, as in Loop
+            y_ENC = torch.bmm(w_ENA, x_ECA.mT)
+            y_ECN = y_ENC.mT if bias_EN is None else y_ENC.mT + bias_EN[:, None]
+        elif bias_EN is None:
             y_ECN = torch.bmm(x_ECA, w_EAN)
         else:
             y_ECN = torch.baddbmm(bias_EN[:, None], x_ECA, w_EAN)
@@ -163,8 +191,8 @@ def on_host(ids_TK: Tensor, spec: ExpertsSpec) -> Routes:
     """Padded where its wasted work costs less than the calls of Loop, else Loop.
 
     A bf16 mm costs 12 us before it begins (oneDNN's wrapper): the time of 1.2e6 multiply-adds, or of reading 300 kB.
-    So Padded takes 0.2 to 0.9 of Loop's time. In fp32 it gains only by threading over experts, and up to 8 rows MKL's
-    bmm rounds 1.8 times as much as the mm of a model's own loop, so those stay with mm. (EPYC, 2 cores, 2026-10.)
+    So Padded takes 0.2 to 0.9 of Loop's time. In fp32 it gains only by threading over experts. (EPYC, 2 cores,
+    2026-11.)
     """
     if len(ids_TK) == 1:
         return Loop(ids_TK, spec.E, None)
@@ -174,6 +202,6 @@ def on_host(ids_TK: Tensor, spec: ExpertsSpec) -> Routes:
     wasted = (rows - order.valid) * (spec.G + spec.I) * spec.H
     unread = (spec.E - hit) * spec.G * spec.H * (2 if low else 4)
     cheap = wasted <= 2.4e6 * hit and unread <= 3e5 * hit and order.valid > 0
-    if cheap and (low or (most > 8 and rows <= 2 * order.valid and torch.get_num_threads() > 1)):
+    if cheap and (low or (rows <= 2 * order.valid and torch.get_num_threads() > 1)):
         return Padded(ids_TK, spec.E, order)
     return Loop(ids_TK, spec.E, order)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers.integrations.moe  # noqa: F401  (registers transformers::grouped_mm_fallback)
 from torch import nn
 
 E, K, H, I = 6, 2, 16, 8

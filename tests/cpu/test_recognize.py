@@ -9,7 +9,6 @@ import blocks
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers.integrations.moe  # noqa: F401  (registers transformers::grouped_mm_fallback)
 from blocks import E, GatheredBlock, GroupedBlock, H, I, K, Parts
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -245,3 +245,13 @@ def test_dtype_names(short, dtype):
     assert S.torch_dtype(short) is dtype
     assert S.short_dtype(dtype) == short
     assert S.short_dtype(torch.int64) is None
+
+
+@pytest.mark.parametrize("text", ["swiglu", "reglu", "mul(add(silu(gate),tanh(gate)),mul(silu(gate),up))", "relu2"])
+def test_evaluation_that_reuses_memory_gives_the_same_and_leaves_the_inputs(text: str) -> None:
+    expr = Activation.parse(text).expr
+    gate, up = torch.randn(2, 5, 7, dtype=torch.float64).unbind()
+    kept = gate.clone(), up.clone()
+    assert torch.equal(evaluate(expr, gate, up, reuse=True), evaluate(expr, gate, up))
+    assert torch.equal(gate, kept[0])
+    assert torch.equal(up, kept[1])

@@ -42,8 +42,12 @@ def outcomes(block: nn.Module, call: Callable[..., Any], dtype: torch.dtype) -> 
     hidden = 64
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
-        x = torch.randn(*TOKENS, hidden, generator=generator).to(torch.bfloat16).to(dtype).requires_grad_()
-        grad = torch.randn(*TOKENS, hidden, generator=generator).to(torch.bfloat16).to(dtype)
+        place = next(block.parameters()).device
+        x, grad = (
+            torch.randn(*TOKENS, hidden, generator=generator, device="cpu").to(torch.bfloat16).to(place, dtype)
+            for _ in range(2)
+        )
+        x.requires_grad_()
         block.zero_grad()
         y = call(x)
         y = y[0] if isinstance(y, tuple) else y

@@ -10,8 +10,8 @@ With dout the gradient of out[t], b the down bias, a = act(g, u), weight=output:
     dg = da act_g(g, u)      du = da act_u(g, u)         dgu = (dg, du) in gate_up's native row order
     dx = gate_up[e]^T dgu    dgate_up[e] = sum_s dgu x^T
 
-Where x is narrower than the accumulator, dw is taken so, at the activation: y is not computed again, and rounded. Else
-dw = dout . y, as the graph has it: dv sums H terms and y I, mostly fewer, and that error is what is left. With
+Where dv is kept wider than x, dw is taken so, at the activation: y is not computed again, and rounded. Else dw =
+dout . y, as the graph has it: dv sums H terms and y I, mostly fewer, and that error is what is left. With
 weight=input, dv = da, x stands for z = w x, with dz = gate_up[e]^T dgu, dx = w dz and dw = dz . x.
 """
 
@@ -82,14 +82,15 @@ def _gradients(
 
     gate, up = halves(spec, first_linear(spec, rows, z_SH, p).to(acc))
     a_SI = evaluate(spec.act.expr, gate, up).to(x_dtype)
-    da_SI = rows.linear(dout_SH.to(x_dtype), down_EHI(spec, p).mT).to(acc)
+    dv_SI = rows.precise(dout_SH, down_EHI(spec, p).mT)
+    da_SI = dv_SI.to(acc)
     dy_SH = dout_SH.to(acc)
     if w_S is not None and spec.weight == "output":
         if wanted["weights"]:
-            if x_dtype == acc:
+            if x_dtype == dv_SI.dtype == acc:
                 dw_S = (rows.linear(a_SI, down_EHI(spec, p), p.down_bias) * dy_SH).sum(-1)
             else:
-                dw_S = (da_SI * a_SI).sum(-1)
+                dw_S = (dv_SI * a_SI).sum(-1)
                 if p.down_bias is not None:
                     dw_S = dw_S + (rows.of_expert(p.down_bias) * dy_SH).sum(-1)
             grads["weights"] = rows.scatter(dw_S).to(torch_dtype(spec.w))
@@ -114,7 +115,7 @@ def _gradients(
             grads[f"{name}_bias"] = rows.total(part).to(x_dtype)
 
     if wanted["hidden"] or (wanted["weights"] and spec.weight == "input"):
-        dz = [rows.linear(low, w.mT) for low, w in zip(rounded, first_EGH(spec, p), strict=True)]
+        dz = [rows.precise(part, w.mT) for part, w in zip(parts, first_EGH(spec, p), strict=True)]
         dz_SH = dz[0].to(acc) if len(dz) == 1 else dz[0].to(acc) + dz[1].to(acc)
         if wanted["weights"] and spec.weight == "input":
             grads["weights"] = rows.scatter((dz_SH * x_SH).sum(-1)).to(torch_dtype(spec.w))

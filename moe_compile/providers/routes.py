@@ -41,6 +41,10 @@ class Routes(ABC):
     def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """y[s] = w[e(s)] @ x[s] + bias[e(s)]: [S, N], in x's dtype, or wider where the bias came after a rounding."""
 
+    def precise(self, x_SA: Tensor, w_ENA: Tensor) -> Tensor:
+        """`linear` for the backward, in x's dtype or a wider one: on a CPU in the next wider, where that is at hand."""
+        return self.linear(x_SA.to(w_ENA.dtype), w_ENA)
+
     @abstractmethod
     def outer(self, a_SM: Tensor, b_SN: Tensor) -> Tensor:
         """sum over the rows s of expert e of a[s] b[s]^T: [E, M, N] in a's dtype, accumulated in fp32 at least."""

@@ -8,6 +8,7 @@ In: ids_TK and the spec. Out: by `on_host`, the cheaper of two `Routes` (whose i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -26,6 +27,21 @@ class OnHost(Routes):
 
     row_R: Tensor
     all_valid: bool
+
+    def blocks(self, x_SA: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """Each expert that has rows, with its rows."""
+        raise NotImplementedError
+
+    def precise(self, x_SA: Tensor, w_ENA: Tensor) -> Tensor:
+        """One expert's weights at a time are widened. In a model's own graph these products may be matrix by vector,
+        whose lanes round 0.7 times as much as a matrix product of the same dtype; this keeps below either."""
+        wide = torch.float64 if w_ENA.dtype in (torch.float32, torch.float64) else torch.float32
+        y_SN = x_SA.new_empty(self.S, w_ENA.shape[1], dtype=wide)
+        stop = 0
+        for e, x in self.blocks(x_SA):
+            start, stop = stop, stop + len(x)
+            torch.mm(x.to(wide), w_ENA[e].to(wide).T, out=y_SN[start:stop])
+        return y_SN
 
     def combine(self, y_SH: Tensor, w_TK: Tensor | None, acc: torch.dtype) -> Tensor:
         y_SH = y_SH.to(acc)
@@ -66,6 +82,9 @@ class Loop(OnHost):
         if self.route_S is not None:
             self.row_R = _inverse(self.route_S, arange(self.S, self.route_S), self.T * self.K, self.S)
 
+    def blocks(self, x_SA: Tensor) -> Iterable[tuple[int, Tensor]]:
+        return zip(self.experts, x_SA.split_with_sizes(self.sizes))
+
     def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         narrow = self.T > 1 and self.S <= NARROW * len(self.experts) and x_SA.dtype in (torch.float32, torch.float64)
         if narrow and out is None:
@@ -105,13 +124,8 @@ class Loop(OnHost):
 
     def outer(self, a_SM: Tensor, b_SN: Tensor) -> Tensor:
         grad_EMN = a_SM.new_zeros(self.E, a_SM.shape[1], b_SN.shape[1])
-        rows = zip(self.experts, a_SM.split_with_sizes(self.sizes), b_SN.split_with_sizes(self.sizes), strict=True)
-        if len(set(self.experts)) == len(self.experts):
-            for e, a, b in rows:
-                torch.mm(a.T, b, out=grad_EMN[e])
-        else:
-            for e, a, b in rows:
-                grad_EMN[e].addmm_(a.T, b)
+        for (e, a), (_, b) in zip(self.blocks(a_SM), self.blocks(b_SN), strict=True):
+            grad_EMN[e] += _outer(a, b)
         return grad_EMN
 
     def total(self, a_SM: Tensor) -> Tensor:
@@ -139,6 +153,9 @@ class Padded(OnHost):
         self.row_R = _inverse(order.route_V, row_V, self.T * self.K, self.S)
         self.row_V = row_V
 
+    def blocks(self, x_SA: Tensor) -> Iterable[tuple[int, Tensor]]:
+        return enumerate(x_SA.view(self.E, self.C, -1))
+
     def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         x_ECA, w_EAN = x_SA.reshape(self.E, self.C, -1), w_ENA.mT
         if self.C <= SWAP and x_SA.dtype == torch.float32:  # operands swapped, as in Loop
@@ -156,13 +173,20 @@ class Padded(OnHost):
         return full_SM.view(self.E, self.C, -1)
 
     def outer(self, a_SM: Tensor, b_SN: Tensor) -> Tensor:
-        return torch.bmm(self._full(a_SM).mT, self._full(b_SN))
+        return torch.stack([_outer(a, b) for a, b in zip(self._full(a_SM), self._full(b_SN), strict=True)])
 
     def total(self, a_SM: Tensor) -> Tensor:
         return self._full(a_SM).sum(1)
 
     def of_expert(self, p_EM: Tensor) -> Tensor:
         return p_EM.repeat_interleave(self.C, 0)
+
+
+def _outer(a_SM: Tensor, b_SN: Tensor) -> Tensor:
+    """a^T b in a's dtype; sums over rows are kept in fp64 for fp32 (mm keeps them in fp32 for bf16)."""
+    if a_SM.dtype == torch.float32:
+        return (a_SM.T.double() @ b_SN.double()).float()
+    return a_SM.T @ b_SN
 
 
 class _Order:

@@ -74,9 +74,7 @@ def test_a_plain_loop_gives_eagers_text(model: Any, prompt: torch.Tensor, expect
     assert got == expected
 
 
-def test_generate_with_a_static_cache_gives_eagers_text(
-    model: Any, prompt: torch.Tensor, expected: list[int]
-) -> None:
+def test_generate_with_a_static_cache_gives_eagers_text(model: Any, prompt: torch.Tensor, expected: list[int]) -> None:
     from transformers import CompileConfig
 
     config = CompileConfig(backend="moe")

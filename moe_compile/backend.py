@@ -91,13 +91,14 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options) -> bool:
                 graph=graph, where=r.where, node=r.node.name, reason=r.verdict.reason, detail=r.verdict.detail
             )
         )
+    plans: list[tuple[str, bool]] = []
     for number, region in enumerate(found.regions):
-        device = region.match.down.meta.get("example_value", region.match.down.meta.get("val")).device
         fused, why = False, region.router_why
         if region.router is not None:
-            verdict = stage("plan", _plan_route, region.spec.router, device, options.route)
+            verdict = stage("plan", _plan_route, region.spec.router, region.device, options.route)
             fused, why = bool(verdict), "" if verdict else str(verdict)
-        planning = stage("plan", _plan, region.spec.experts, device, options.provider)
+        planning = stage("plan", _plan, region.spec.experts, region.device, options.provider)
+        plans.append((str(planning.plan), fused))
         journal.record(
             RegionFound(
                 graph=graph, region=number, spec=str(region.spec), where=region.where, root=region.root.name,
@@ -105,9 +106,9 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options) -> bool:
             )
         )  # fmt: skip
         journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
-        stage("lower", _lower, gm, region, str(planning.plan), fused)
     if found.regions:
-        stage("lower", _finish, gm)
+        stage("lower", _lower, gm, found.regions, plans)
+        stage("lower", gm.recompile)
         journal.record(
             Lowered(
                 graph=graph, regions=len(found.regions), nodes_before=nodes, nodes_after=len(gm.graph.nodes),
@@ -145,13 +146,10 @@ def _plan_route(spec: Any, device: torch.device, wish: str) -> Any:
     return plan_route(spec, device, wish)
 
 
-def _lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -> None:
+def _lower(gm: torch.fx.GraphModule, regions: list[Any], plans: list[tuple[str, bool]]) -> None:
     from .lower import lower
 
-    lower(gm, region, plan, fuse_router)
-
-
-def _finish(gm: torch.fx.GraphModule) -> None:
+    lower(gm, regions, plans)
     gm.graph.lint()
     gm.recompile()
 

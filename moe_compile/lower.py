@@ -18,13 +18,24 @@ from .canonical import canonical, mutated_arguments
 from .nodes import fake, storage
 
 
-def lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -> torch.fx.Node:
-    """Replace the region's root by `moe_compile::experts` (and `route`); returns the node that stands for it.
+def lower(gm: torch.fx.GraphModule, regions: list[Any], plans: list[tuple[str, bool]]) -> None:
+    """Replace each region's root by `moe_compile::experts` (and `route`), in program order.
 
-    region: a recognize.Found. plan: a providers.Plan's text. fuse_router: emit `route` for a recognized router.
+    regions: recognize.Found, in program order. plans: for each a providers.Plan's text, and whether to emit `route`.
     """
-    graph, root, match, spec = gm.graph, region.root, region.match, region.spec
+    stands_for: dict[torch.fx.Node, torch.fx.Node] = {}  # a later region may read an earlier one's root
+    for region, (plan, fuse_router) in zip(regions, plans, strict=True):
+        _lower(gm.graph, region, plan, fuse_router, stands_for)
+
+
+def _lower(
+    graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool, stands_for: dict[torch.fx.Node, torch.fx.Node]
+) -> None:
+    root, match, spec = region.root, region.match, region.spec
     interior = _interior(graph, region)
+
+    def now(node: torch.fx.Node) -> torch.fx.Node:
+        return stands_for.get(node, node)
 
     def emit(target: Any, *args: Any) -> torch.fx.Node:
         if isinstance(target, str):
@@ -36,7 +47,7 @@ def lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -
 
     weights: torch.fx.Node | None
     with graph.inserting_before(root):
-        hidden = _flattened(emit, match.hidden, spec.experts.H)
+        hidden = _flattened(emit, now(match.hidden), spec.experts.H)
         if region.router is not None and fuse_router:
             logits = _flattened(emit, region.router.logits, spec.experts.E)
             routed = emit(torch.ops.moe_compile.route.default, logits, region.router.bias, str(spec.router))
@@ -50,11 +61,26 @@ def lower(gm: torch.fx.GraphModule, region: Any, plan: str, fuse_router: bool) -
         )  # fmt: skip
         shape = fake(root).shape
         if len(shape) != 2:
-            out = emit("reshape", out, *_sizes(emit, shape, (match.hidden, match.ids)))
+            out = emit("reshape", out, *_sizes(emit, shape, (now(match.hidden), match.ids)))
     out.meta.update(root.meta)
+    stands_for[root] = out
+    _retarget(graph, root, out)
     root.replace_all_uses_with(out)
     _sweep(graph, interior)
-    return out
+
+
+def _retarget(graph: torch.fx.Graph, root: torch.fx.Node, out: torch.fx.Node) -> None:
+    """Where the root wrote into a tensor (index_add_), what later reads that tensor by its own name reads `out`."""
+    for target in mutated_arguments(root):
+        if not isinstance(target, torch.fx.Node):
+            continue
+        later, behind = set(), False
+        for n in graph.nodes:
+            if behind:
+                later.add(n)
+            behind = behind or n is root
+        for user in [u for u in target.users if u in later]:
+            user.replace_input_with(target, out)
 
 
 def _flattened(emit: Any, node: torch.fx.Node, last: int) -> torch.fx.Node:

@@ -330,6 +330,12 @@ class _Reader:
             raise Unproved(
                 "hidden states, activation and expert weights differ in dtype", f"{dtypes}, activation {self.act_dtype}"
             )
+        biases = [t for t in (*(s.bias for s in streams), down_bias) if t is not None]
+        if any(t.dtype != hidden.dtype for t in biases) or not integral(self.ids):
+            raise Unproved(
+                "biases or expert ids of a dtype that the operator does not take",
+                f"{[t.dtype for t in biases]}, ids {self.ids.dtype}",
+            )
         route = weight if weight is not None else self.input_weight
         out = short_dtype(fake(self.root).dtype)
         w = short_dtype(route.dtype) if route is not None else dtypes["hidden states"]
@@ -337,10 +343,10 @@ class _Reader:
             raise Unproved(
                 "a dtype that specs don't have", f"weights {route and route.dtype}, result {self.value.dtype}"
             )
-        biases = (streams[0].bias is not None, down_bias is not None)
+        present = (streams[0].bias is not None, down_bias is not None)
         spec = ExpertsSpec(
             E=E, K=self.K, H=H, I=I, act=act, gate_up=Layout(storage=streams[0].storage, halves=halves),
-            down=down_storage, bias={(0, 0): "none", (1, 0): "gate_up", (0, 1): "down", (1, 1): "both"}[biases],
+            down=down_storage, bias={(0, 0): "none", (1, 0): "gate_up", (0, 1): "down", (1, 1): "both"}[present],
             weight="input" if self.input_weight is not None else "output" if weight is not None else "none",
             x=str(dtypes["hidden states"]), w=w, out=out,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from ..algebra.layout import Ord, Val, new_axes
 from ..algebra.terms import LeafKey, Term, Terms
 from ..canonical import Call, canonical, mutated_arguments
 from ..journal import Where
-from ..nodes import fake, where
+from ..nodes import fake, storage, where
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
 from .match import Match, combined, match
@@ -38,6 +38,12 @@ class Found:
     router: RouterMatch | None
     router_why: str
     where: Where
+
+    @property
+    def device(self) -> torch.device:
+        """Where the experts' weights are."""
+        value: torch.Tensor = fake(self.match.down)
+        return value.device
 
     @property
     def spec(self) -> MoESpec:
@@ -134,8 +140,6 @@ class Walk:
                 wanted = fake(target)
                 if result.dtype != wanted.dtype:
                     result = Val(result.dims, self.terms.make("cast", (result.term,), dtype=wanted.dtype), wanted.dtype)
-                if result.sizes != tuple(as_size(n) for n in wanted.shape):
-                    result = Reject("a write that changes the shape")
             for n in (target, node):
                 if isinstance(result, Val):
                     self._env[n] = (result, self.versions.of(n))
@@ -158,9 +162,12 @@ class Walk:
         if isinstance(target, torch.fx.Node) and isinstance(fake(target), torch.Tensor):
             self.node = target  # an in-place result has its target's shape and dtype
         try:
-            return transfer(self, call)
+            result = transfer(self, call)
         except Unproved as stop:
             return stop.verdict
+        if isinstance(result, Val) and result.sizes != self.sizes:
+            return Reject("a rule's result has another shape than the graph's", f"{result.sizes}, not {self.sizes}")
+        return result
 
     def _written(self, argument: Any) -> None:
         if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):
@@ -203,6 +210,8 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
         if not isinstance(value, Val) or not combined(value.term):
             continue
         proved = match(walk, node, value)
+        if not isinstance(proved, Reject) and _seen_elsewhere(gm, node):
+            proved = Reject("the combined value lives in memory that is read under another name")
         if isinstance(proved, Reject):
             misses.append(Rejection(node=node, verdict=proved, where=where(node), progress=3))
         else:
@@ -219,6 +228,20 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
         walk.cut_at(node)
     out.rejections = _deepest(misses, out.regions)
     return out
+
+
+def _seen_elsewhere(gm: torch.fx.GraphModule, root: torch.fx.Node) -> bool:
+    """Whether a root that writes into a tensor (index_add_) writes memory that a view made before it shares."""
+    targets = [n for n in mutated_arguments(root) if isinstance(n, torch.fx.Node)]
+    if not targets:
+        return False
+    memory = {storage(n) for n in targets}
+    for n in gm.graph.nodes:
+        if n is root:
+            return False
+        if n not in targets and storage(n) in memory:
+            return True
+    return False
 
 
 def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found]) -> Found | None:

@@ -134,6 +134,8 @@ def _bincount(c: Context, call: Call) -> Result:
 def _cumsum(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     count = v.term.args[0] if v.term.op == "cast" else v.term
+    if count.op == "count" and c.dtype not in (torch.int32, torch.int64, torch.float32, torch.float64):
+        raise Unproved("offsets in a dtype that doesn't hold them", str(c.dtype))
     if count.op != "count":
         if ordinary(v):
             return None

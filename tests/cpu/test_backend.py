@@ -18,7 +18,7 @@ from torch import nn
 from moe_compile import backend, journal
 from moe_compile.backend import moe_backend
 
-STAGES = {"_recognize": "recognize", "_plan": "plan", "_plan_route": "plan", "_lower": "lower", "_finish": "lower"}
+STAGES = {"_recognize": "recognize", "_plan": "plan", "_plan_route": "plan", "_lower": "lower"}
 
 
 @pytest.fixture(autouse=True)

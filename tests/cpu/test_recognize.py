@@ -186,6 +186,45 @@ def test_a_value_that_escapes_stays_computed() -> None:
             torch.testing.assert_close(got, expected)
 
 
+class Accumulates(nn.Module):
+    """The combination by index_add_ into zeros that are then read by their own name, or through a view made before."""
+
+    def __init__(self, view: bool) -> None:
+        super().__init__()
+        base = GroupedBlock()
+        self.gate, self.gate_up, self.down, self.view = base.gate, base.gate_up, base.down, view
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w, ids = torch.topk(F.softmax(F.linear(x, self.gate), dim=-1), K, dim=-1)
+        _, perm, offsets = blocks.sorted_rows(ids.reshape(-1))
+        g, u = blocks.grouped(x[perm // K], self.gate_up.transpose(1, 2), offsets).chunk(2, dim=-1)
+        y = blocks.grouped(F.silu(g) * u, self.down.transpose(1, 2), offsets) * w.reshape(-1)[perm].unsqueeze(-1)
+        out = torch.zeros_like(x)
+        read = out.view(-1, H) if self.view else out
+        out.index_add_(0, perm // K, y)
+        out.add_(1)
+        return read * 2
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_combination_read_under_another_name(view: bool) -> None:
+    module, x = Accumulates(view), torch.randn(T, H)
+    result = recognized(module)
+    assert len(result.regions) == (0 if view else 1)
+    assert [r.verdict.reason for r in result.rejections] == (
+        ["the combined value lives in memory that is read under another name"] if view else []
+    )
+    torch._dynamo.reset()
+    same_as_eager(module, x)
+
+
+def test_a_block_that_reads_another_blocks_result_directly() -> None:
+    module, x = nn.Sequential(GroupedBlock(), GatheredBlock(), GroupedBlock()), torch.randn(T, H)
+    assert len(recognized(module).regions) == 3
+    torch._dynamo.reset()
+    same_as_eager(module, x)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     tokens=st.integers(1, 9),

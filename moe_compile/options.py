@@ -22,8 +22,8 @@ ENVIRONMENT = "MOE_COMPILE"
 DUMP_ENVIRONMENT = "MOE_COMPILE_DUMP"
 
 
-def _row(default: Any, doc: str, *, choices: tuple[str, ...] = (), at_least: int | None = None) -> Any:
-    metadata = {"doc": doc, "choices": choices, "at_least": at_least}
+def _row(default: Any, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
+    metadata = {"doc": doc, "choices": choices}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -45,9 +45,6 @@ class Options:
         "Whether a recognized router becomes an operator (`op`) or its nodes stay in the graph (`nodes`); `auto`: an "
         "operator where the provider's fused routing is faster.",
         choices=("auto", "op", "nodes"),
-    )
-    weight_copy_bytes: int = _row(
-        0, "Bytes that repacked copies of the expert weights may take, over all blocks of a model.", at_least=0
     )
 
     @classmethod
@@ -105,16 +102,6 @@ def _read(field: dataclasses.Field[Any], raw: Any, what: str) -> Any:
             return raw
         word = str(raw).lower()
         return _WORDS[one_of(what, word, _WORDS)]
-    if kind is int:
-        try:
-            if isinstance(raw, bool):
-                raise ValueError
-            value = int(raw) if isinstance(raw, str) else raw.__index__()
-        except (ValueError, AttributeError):
-            raise ValueError(f"{what}: {raw!r} is not a whole number") from None
-        if (least := field.metadata["at_least"]) is not None and value < least:
-            raise ValueError(f"{what}: {value} is not at least {least}")
-        return value
     if not isinstance(raw, str):
         raise ValueError(f"{what}: {raw!r} is not text")
     return one_of(what, raw, field.metadata["choices"]) if field.metadata["choices"] else raw
@@ -126,8 +113,6 @@ def markdown() -> str:
     for f in _FIELDS.values():
         metadata = f.metadata
         valid = " \\| ".join(f"`{c}`" for c in metadata["choices"]) or type(f.default).__name__
-        if metadata["at_least"] is not None:
-            valid += f" >= {metadata['at_least']}"
         rows.append(f"| `{PREFIX}{f.name}` | {valid} | `{f.default}` | {metadata['doc']} |")
     return "\n".join((_HEAD, *rows, _TAIL))
 

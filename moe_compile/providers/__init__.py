@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
 from .base import Candidate, Launcher, Plan, Provider, Tactic, Work
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Candidate", "ExpertWeights", "Launcher", "Plan", "Provider", "Tactic", "Work", "launcher", "providers"]
 
@@ -27,4 +31,13 @@ def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launche
     known = providers()
     if candidate.provider not in known:
         raise ValueError(f"provider {candidate.provider!r} is not one of {', '.join(known)}")
-    return known[candidate.provider].build(candidate.tactic, spec, device)  # type: ignore[arg-type]
+    provider = known[candidate.provider]
+    launch = provider.build(candidate.tactic, spec, device)  # type: ignore[arg-type]
+    if spec.gate_up.halves != "separate" or candidate.provider == "aten":
+        return launch
+    aten = known["aten"].build(Tactic(), spec, device)  # type: ignore[arg-type]
+
+    def run(x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Tensor:
+        return (launch if provider.reads(packed) else aten)(x, ids, w, packed)
+
+    return run

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
-from ..verdict import Verdict
+from ..verdict import OK, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -126,8 +126,15 @@ class Provider(ABC):
     def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
         """Ways to run T tokens, most promising first, each with its work. Never empty where `supports` is Ok."""
 
+    def reads(self, weights: ExpertWeights) -> Verdict:
+        """Whether these very tensors can be read in place, asked on each call. Where not, aten runs the call."""
+        return OK
+
     def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
-        """One-time packing: (packed, bytes copied). Native layouts are read in place: 0 bytes, the same tensors."""
+        """One-time packing: (packed, bytes copied). Native layouts are read in place: 0 bytes, the same tensors.
+
+        Every provider so far reads native layouts, so nothing calls this yet; one that copies declares its bytes here.
+        """
         return weights, 0
 
     @abstractmethod

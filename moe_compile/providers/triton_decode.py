@@ -15,7 +15,7 @@ from ..verdict import Verdict
 from .base import Launcher, Provider, Tactic, Work
 from .triton_grouped import (
     on_device,
-    one_layout,
+    one_stride_pattern,
     triton_available,
     triton_supports,
     triton_version,
@@ -51,8 +51,8 @@ class TritonDecode(Provider):
             )
         return list(found.items())
 
-    def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
-        return one_layout(weights, spec)
+    def reads(self, weights: ExpertWeights) -> Verdict:
+        return one_stride_pattern(weights)
 
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
         k = whole_knobs(self.name, tactic, KNOBS)

@@ -68,17 +68,12 @@ def triton_version() -> str:
     return f"{triton.__version__}+{hashlib.sha256(text).hexdigest()[:12]}"
 
 
-def one_layout(weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
-    """The weights, with separate gate and up tensors brought to one stride pattern (nothing to do for checkpoints)."""
-    first, second = weights.gate_up[0], weights.gate_up[-1]
-    if first.stride() == second.stride():
-        return weights, 0
-    both = (first.contiguous(), second.contiguous())
-    copied = sum(b.numel() * b.element_size() for a, b in zip(weights.gate_up, both) if a is not b)
-    packed = ExpertWeights(
-        gate_up=both, down=weights.down, gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias
-    )
-    return packed, copied
+def one_stride_pattern(weights: ExpertWeights) -> Verdict:
+    """Our kernels address gate and up by the same strides, which separate tensors need not have."""
+    for pair in (weights.gate_up, weights.gate_up_bias):
+        if len(pair) == 2 and pair[0].stride() != pair[1].stride():
+            return Reject("gate and up are strided differently", f"{pair[0].stride()} and {pair[1].stride()}")
+    return OK
 
 
 def active_experts(spec: ExpertsSpec, T: int) -> float:
@@ -128,8 +123,8 @@ class TritonGrouped(Provider):
             )  # fmt: skip
         return list(found.items())
 
-    def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
-        return one_layout(weights, spec)
+    def reads(self, weights: ExpertWeights) -> Verdict:
+        return one_stride_pattern(weights)
 
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
         first, second = tiles_of(tactic, spec, device)

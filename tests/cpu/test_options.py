@@ -19,7 +19,6 @@ def test_defaults_and_rest():
         "strict": False,
         "provider": "auto",
         "route": "auto",
-        "weight_copy_bytes": 0,
     }
 
 
@@ -28,8 +27,8 @@ def test_none_is_no_options():
 
 
 def test_ours_are_taken_out_of_the_rest():
-    options, rest = Options.parse({"moe.inner": "eager", "moe.weight_copy_bytes": 1 << 30, "epilogue_fusion": True}, {})
-    assert (options.inner, options.weight_copy_bytes, rest) == ("eager", 1 << 30, {"epilogue_fusion": True})
+    options, rest = Options.parse({"moe.inner": "eager", "moe.route": "nodes", "epilogue_fusion": True}, {})
+    assert (options.inner, options.route, rest) == ("eager", "nodes", {"epilogue_fusion": True})
 
 
 @pytest.mark.parametrize(
@@ -40,10 +39,6 @@ def test_ours_are_taken_out_of_the_rest():
         ({"moe.inner": "induktor"}, r"moe.inner: 'induktor' is not one of .*; did you mean 'inductor'\?"),
         ({"moe.inner": 3}, "moe.inner: 3 is not text"),
         ({"moe.strict": "maybe"}, "moe.strict: 'maybe' is not one of 1, true, 0, false"),
-        ({"moe.weight_copy_bytes": -1}, "moe.weight_copy_bytes: -1 is not at least 0"),
-        ({"moe.weight_copy_bytes": 1.5}, "moe.weight_copy_bytes: 1.5 is not a whole number"),
-        ({"moe.weight_copy_bytes": True}, "moe.weight_copy_bytes: True is not a whole number"),
-        ({"moe.weight_copy_bytes": "1G"}, "moe.weight_copy_bytes: '1G' is not a whole number"),
     ],
 )
 def test_bad_options_say_what_is_valid(options, message):
@@ -52,8 +47,8 @@ def test_bad_options_say_what_is_valid(options, message):
 
 
 def test_environment_with_and_without_prefix():
-    options, rest = Options.parse({}, {"MOE_COMPILE": "strict=1, moe.inner=aot_eager,weight_copy_bytes=64,"})
-    assert options == Options(strict=True, inner="aot_eager", weight_copy_bytes=64)
+    options, rest = Options.parse({}, {"MOE_COMPILE": "strict=1, moe.inner=aot_eager,route=op,"})
+    assert options == Options(strict=True, inner="aot_eager", route="op")
     assert rest == {}
 
 

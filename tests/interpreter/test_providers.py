@@ -13,6 +13,7 @@ from moe_compile.kernels import decode, grouped
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
+from moe_compile.providers import Candidate, launcher
 from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_decode import TritonDecode
 from moe_compile.providers.triton_grouped import TritonGrouped
@@ -163,13 +164,24 @@ def test_views_and_int32_ids(provider, tactic):
     x, ids, w, packed = draw(spec, 6)
     wide = torch.full((6, 2 * spec.H), float("nan"))
     wide[:, ::2] = x
+    padded = torch.full((2, spec.E, spec.I, spec.H + 8), float("nan"))
+    padded[..., : spec.H] = torch.stack(packed.gate_up)
+    views = dataclasses.replace(packed, gate_up=padded[..., : spec.H].unbind())
+    assert provider.reads(views)
+    ids = torch.cat([ids, ids], 1).int()[:, :2]
+    check(provider, tactic, spec, (wide[:, ::2], ids, w.T.contiguous().T, views))
+
+
+@pytest.mark.parametrize(("provider", "tactic"), RUNS, ids=run_ids)
+def test_gate_and_up_strided_differently_are_left_to_aten(provider, tactic):
+    spec = spec_of(gate_up=Layout(halves="separate"))
+    x, ids, w, packed = draw(spec, 6)
     gate = torch.full((spec.E, spec.I, spec.H + 8), float("nan"))
     gate[:, :, : spec.H] = packed.gate_up[0]
     views = dataclasses.replace(packed, gate_up=(gate[:, :, : spec.H], packed.gate_up[1]))
-    views, copied = provider.prepare(views, spec)
-    assert copied == packed.gate_up[0].numel() * 4
-    ids = torch.cat([ids, ids], 1).int()[:, :2]
-    check(provider, tactic, spec, (wide[:, ::2], ids, w.T.contiguous().T, views))
+    assert provider.reads(views).reason == "gate and up are strided differently"
+    run = launcher(Candidate(provider=provider.name, tactic=tactic), spec, CPU)
+    torch.testing.assert_close(run(x, ids, w, views).double(), exact(spec, x, ids, w, packed), rtol=2e-5, atol=2e-6)
 
 
 def test_twins():

@@ -87,12 +87,18 @@ def scale_rows(x_SH: Tensor, w_S: Tensor) -> Tensor:
 def forward(spec: ExpertsSpec, rows: Routes, x_TH: Tensor, w_TK: Tensor | None, p: ExpertWeights) -> Tensor:
     """out_TH in spec.out, for grouped `rows`."""
     acc = accumulator(spec)
+    # No intermediate has a name past its last use: on a CPU the next one then takes its memory, still in cache and
+    # mapped. With names, 1024 routes of 256 channels faulted in 200 pages a call, 4 % of a small model's time.
     x_SH = rows.gather(x_TH)
     if spec.weight == "input":
         assert w_TK is not None
         x_SH, w_TK = scale_rows(x_SH, rows.of_route(w_TK).to(acc)), None
-    h_SI = activate(spec, first_linear(spec, rows, x_SH, p))
+    gate_up_SG = first_linear(spec, rows, x_SH, p)
+    del x_SH
+    h_SI = activate(spec, gate_up_SG)
+    del gate_up_SG
     y_SH = rows.linear(h_SI, down_EHI(spec, p), p.down_bias)
+    del h_SI
     return rows.combine(y_SH, w_TK, acc).to(torch_dtype(spec.out))
 
 

@@ -9,6 +9,7 @@ In: ids_TK and the spec. Out: by `on_host`, the cheaper of two `Routes` (whose i
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -68,10 +69,12 @@ class Loop(OnHost):
 
     def __init__(self, ids_TK: Tensor, E: int, order: _Order | None) -> None:
         super().__init__(ids_TK, E)
+        self.offsets_E: Tensor | None = None
         if order:
             hit = [(e, n) for e, n in enumerate(order.counts) if n]
             self.experts, self.sizes = [e for e, _ in hit], [n for _, n in hit]
             self.route_S = order.route_V
+            self.offsets_E = order.start_E1[1:].int()
         else:  # one token: its routes need no sorting, and an expert may have several runs
             ids = ids_TK.reshape(-1).tolist()
             valid = [r for r, e in enumerate(ids) if 0 <= e < E]
@@ -89,6 +92,9 @@ class Loop(OnHost):
         narrow = self.T > 1 and self.S <= NARROW * len(self.experts) and x_SA.dtype in (torch.float32, torch.float64)
         if narrow and out is None:
             return self._narrow(x_SA, w_ENA, bias_EN)
+        if out is None and bias_EN is None and self.offsets_E is not None and _grouped(x_SA, w_ENA):
+            # the same mm calls, looped over in C++: 30 us less for 25 to 32 experts (EPYC, 2026-11)
+            return torch._grouped_mm(x_SA, w_ENA.mT, offs=self.offsets_E)
         if out is None:
             out = x_SA.new_empty(self.S, w_ENA.shape[1])
         w_EAN = w_ENA.mT
@@ -180,6 +186,25 @@ class Padded(OnHost):
 
     def of_expert(self, p_EM: Tensor) -> Tensor:
         return p_EM.repeat_interleave(self.C, 0)
+
+
+@lru_cache(None)
+def _grouped_mm_takes(dtype: torch.dtype) -> bool:
+    """Whether this torch has a grouped product for the dtype on a CPU (fp32 came after bf16)."""
+    x, offsets = torch.ones(8, 8, dtype=dtype), torch.tensor([8], dtype=torch.int32)
+    try:
+        torch._grouped_mm(x, x[None], offs=offsets)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _grouped(x_SA: Tensor, w_ENA: Tensor) -> bool:
+    """Whether torch._grouped_mm takes these: a dtype it knows, dense, rows of whole 16 bytes."""
+    dense = w_ENA.is_contiguous() or w_ENA.mT.is_contiguous()
+    whole = all(n * x_SA.element_size() % 16 == 0 for n in w_ENA.shape[1:])
+    aligned = x_SA.data_ptr() % 16 == 0 and w_ENA.data_ptr() % 16 == 0
+    return dense and whole and aligned and x_SA.is_contiguous() and len(x_SA) > 0 and _grouped_mm_takes(x_SA.dtype)
 
 
 def _outer(a_SM: Tensor, b_SN: Tensor) -> Tensor:

@@ -50,7 +50,10 @@ def _lower(
         hidden = _flattened(emit, now(match.hidden), spec.experts.H)
         if region.router is not None and fuse_router:
             logits = _flattened(emit, region.router.logits, spec.experts.E)
-            routed = emit(torch.ops.moe_compile.route.default, logits, region.router.bias, str(spec.router))
+            bias = region.router.bias
+            if bias is not None and fake(bias).dim() != 1:
+                bias = emit("reshape", bias, -1)
+            routed = emit(torch.ops.moe_compile.route.default, logits, bias, str(spec.router))
             weights, ids = emit(operator.getitem, routed, 0), emit(operator.getitem, routed, 1)
         else:
             ids = _flattened(emit, match.ids, spec.experts.K)

@@ -95,9 +95,14 @@ def route(
     w_TK = values_TK if choice_TE is s_TE else s_TE.gather(-1, ids_TK)
     if late:
         w_TK = score(spec, w_TK)
+    w_TK = w_TK.to(torch.promote_types(w_TK.dtype, torch_dtype(spec.out)))  # no rounding before the last one
     if spec.renorm != "none":
         total = w_TK.sum(dim=-1, keepdim=True)
-        w_TK = w_TK / (total + spec.eps if spec.renorm == "sum_plus_eps" else total)
+        if spec.renorm == "sum_plus_eps":
+            total = total + spec.eps
+        elif spec.renorm == "sum_at_least_eps":
+            total = total.clamp(min=spec.eps)
+        w_TK = w_TK / total
     if spec.scale != 1.0:
         w_TK = w_TK * spec.scale
     return w_TK.to(torch_dtype(spec.out)), ids_TK

@@ -38,7 +38,7 @@ BIASES = ("none", "gate_up", "down", "both")
 WEIGHT_SIDES = ("output", "input", "none")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid")
 GROUP_SCORES = ("none", "max", "top2_sum")
-RENORMS = ("none", "sum", "sum_plus_eps")
+RENORMS = ("none", "sum", "sum_plus_eps", "sum_at_least_eps")
 
 
 @lru_cache(None)
@@ -160,7 +160,8 @@ class RouterSpec:
     3. With groups > 1: a group's score is the `group_score` of its c (max, or the sum of its top two); the best
        `top_groups` groups stay, the c of the others become `group_fill` (-inf or 0).
     4. ids = top-K of c. w = s[ids] (of s, not c), after selection scored where the score says so.
-    5. renorm: sum divides w by its sum over k; sum_plus_eps by (sum + eps). Then w *= scale; cast to `out`.
+    5. renorm: sum divides w by its sum over k; sum_plus_eps by (sum + eps), sum_at_least_eps by max(sum, eps).
+       Then w *= scale; cast to `out`. These are in the wider of the score's dtype and `out`.
 
     Ties: as torch.topk on the device resolves them, since step 4 is that call.
     """

@@ -16,7 +16,7 @@ import torch.fx
 
 from ..activation import Expr, apply, const, pointwise_table
 from ..algebra.affine import Affine, Axis, Size, axis_index, flat, times
-from ..algebra.layout import Val, number_of
+from ..algebra.layout import Val, decode, number_of
 from ..algebra.terms import Term, find, leaves
 from ..nodes import fake
 from ..spec import ExpertsSpec, Layout, short_dtype
@@ -89,6 +89,7 @@ class _Reader:
         self.hidden: Term | None = None
         self.h_in: Axis | None = None
         self.guard: Any = None
+        self.held: dict[int, torch.fx.Node | None] = {}
         self.input_weight: Term | None = None
 
     def read(self) -> Match:
@@ -149,8 +150,32 @@ class _Reader:
         t = strip(t) if t.op != "leaf" else t
         if t.op != "leaf" or t.routed:
             raise Unproved(f"the {role} is not a tensor of tokens by choices", repr(t))
-        self._whole(t, self.t.scaled(self.K) + self.k, times(self.T, self.K), role)
+        position, numel = self.t.scaled(self.K) + self.k, times(self.T, self.K)
+        try:
+            self._whole(t, position, numel, role)
+        except Unproved:
+            self.held[t.id] = self._holder(t, position, numel)
+            if self.held[t.id] is None:
+                raise
         return t
+
+    def _holder(self, leaf: Term, position: Affine, numel: Size) -> torch.fx.Node | None:
+        """A node that is, whole and in this order, the part of the leaf's tensor that the block reads (a slice)."""
+        for node, value in self.walk.holders(leaf):
+            if times(*value.sizes) != numel:
+                continue
+            try:
+                digits = decode(self.terms, position, tuple(value.axes()))
+            except Unproved:
+                continue
+            if self.terms.substitute(value.term, digits) is leaf:
+                return node
+        return None
+
+    def _node(self, leaf: Term) -> torch.fx.Node:
+        """The node that holds what a leaf reads."""
+        node: torch.fx.Node = self.held.get(leaf.id) or leaf.attr.node
+        return node
 
     def _whole(self, leaf: Term, position: Affine, numel: Size, role: str) -> None:
         sizes = tuple(sizes_of(leaf))
@@ -358,8 +383,8 @@ class _Reader:
         return Match(
             spec=spec,
             hidden=hidden.attr.node,
-            ids=self.ids.attr.node,
-            weights=route.attr.node if route is not None else None,
+            ids=self._node(self.ids),
+            weights=self._node(route) if route is not None else None,
             gate_up=tuple(s.weight.attr.node for s in held),
             down=down.attr.node,
             gate_up_bias=tuple(s.bias.attr.node for s in held if s.bias),

@@ -155,9 +155,10 @@ class _Router:
         if w.op != "pw" or w.attr != "div":
             return w, "none", 0.0
         numerator, denominator = w.args
-        eps = 0.0
+        eps, kind = 0.0, "sum"
         total = denominator
-        if total.op == "pw" and total.attr == "add":
+        if total.op == "pw" and total.attr in ("add", "maximum"):
+            kind = "sum_plus_eps" if total.attr == "add" else "sum_at_least_eps"
             eps_term = next((a for a in total.args if a.op in ("const", "scalar")), None)
             if eps_term is not None:
                 eps = float(eps_term.attr[1]) if eps_term.op == "const" else scalar_value(eps_term)
@@ -165,13 +166,13 @@ class _Router:
         expected = self.terms.bind("sum", tuple(self.k_axes), (numerator,), dtype=total.dtype)
         if total is not expected:
             raise Unproved("the weights are divided by something else than their sum", repr(denominator)[:200])
-        return numerator, ("sum_plus_eps" if eps else "sum"), eps
+        return numerator, kind, eps
 
     def _score(self, s: Term) -> tuple[str, torch.dtype, Term, Term]:
         """(score, its dtype, the logits leaf at (t, e), the selection score at (t, e)) of the scores at the ids."""
         if s.op == "softmax":
             axes, (body,) = self.terms.open(s)
-            body = _uncast(body)
+            body = _before_cast(body, s.dtype)
             if body.op != "leaf" or len(axes) != 1:
                 raise Unproved("a softmax of something else than logits", repr(body)[:200])
             if s.index == (self.terms.value(self.ids),):  # over the experts, read at the ids
@@ -189,12 +190,14 @@ class _Router:
         function = {"sigmoid": "sigmoid", "sqrtsoftplus": "softplus"}[name]
         if inner.op != "pw" or inner.attr != function or inner.dtype != s.dtype:
             raise Unproved("an unknown score function", repr(s)[:200])
-        chosen = _uncast(inner.args[0])
+        chosen = _before_cast(inner.args[0], s.dtype)
         if chosen.op != "leaf":
             raise Unproved("a score of something else than logits", repr(chosen)[:200])
         logits = self._at_expert(chosen)
         at_e = self._expand(s, chosen, logits)
-        if find(self.choice.term, lambda t: t is at_e) is None and self.choice.term is logits and name == "sigmoid":
+        chose = self.choice.term
+        by_logits = chose is logits or (chose.op == "pw" and chose.attr == "add" and logits in chose.args)
+        if by_logits and name == "sigmoid" and not self.group:
             return "topk_sigmoid", s.dtype, logits, logits
         return name, s.dtype, logits, at_e
 
@@ -222,9 +225,11 @@ class _Router:
         score, at = self.terms.substitute(score, self.split), self.split.get(self.e, axis_index(self.e))
         if choice is score or (score.op == "leaf" and _uncast(choice) is score):
             return None, groups
-        if choice.op == "pw" and choice.attr == "add" and choice.dtype == score.dtype and score in choice.args:
-            bias = strip(next((a for a in choice.args if a is not score), score))
-            if bias.op == "leaf" and bias.index == (at,) and sizes_of(bias) == [self.E]:
+        if choice.op == "pw" and choice.attr == "add" and score in choice.args:
+            bias = _uncast(next((a for a in choice.args if a is not score), score))
+            sizes = tuple(sizes_of(bias)) if bias.op == "leaf" else ()
+            whole = bias.op == "leaf" and flat(bias.index, sizes) == at and times(*sizes) == self.E
+            if whole and choice.dtype == torch.promote_types(score.dtype, bias.dtype):
                 return bias.attr.node, groups
         raise Unproved("the experts are chosen by something else than the scores", repr(choice)[:200])
 
@@ -260,7 +265,7 @@ class _Router:
             if axis.size == j.size and body is self.terms.substitute(c, {j: axis_index(axis)}):
                 return "max"
             raise Unproved("an unknown score of groups", repr(total)[:200])
-        chosen = find(body, lambda t: t.op == "leaf" and any(_choice(b) for i in t.index for b, _ in i.items))
+        chosen = find(body, lambda t: any(_choice(b) for i in t.index for b, _ in i.items))
         best = None if chosen is None else next(b for i in chosen.index for b, _ in i.items if _choice(b))
         where = tuple(map(axis_index, (axis, *self.t_axes, g)))
         if best is None or axis.size != 2 or best.index != where:
@@ -279,6 +284,11 @@ class _Router:
 
 def _choice(base: object) -> bool:
     return isinstance(base, Term) and base.op == "choice"
+
+
+def _before_cast(t: Term, dtype: torch.dtype) -> Term:
+    """The leaf under a cast to the score's dtype, which a RouterSpec means too."""
+    return t.args[0] if t.op == "cast" and t.dtype == dtype and t.args[0].op == "leaf" else t
 
 
 def _uncast(t: Term) -> Term:

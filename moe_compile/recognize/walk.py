@@ -9,6 +9,7 @@ of a storage; entries of older versions turn into leaves when they are next read
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,6 +173,14 @@ class Walk:
     def _written(self, argument: Any) -> None:
         if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):
             self.versions.write(argument)
+
+    def holders(self, leaf: Term) -> Iterator[tuple[torch.fx.Node, Val]]:
+        """The nodes whose elements are, in some order, those of the tensor that `leaf` reads."""
+        for node, (value, version) in self._env.items():
+            if not isinstance(value, Val) or value.term.op != "leaf" or value.term.attr != leaf.attr:
+                continue
+            if value.plain and version == self.versions.of(node):
+                yield node, value
 
     @property
     def known(self) -> Any:

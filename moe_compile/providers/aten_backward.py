@@ -90,7 +90,7 @@ def _gradients(
             if x_dtype == dv_SI.dtype == acc:
                 dw_S = (rows.linear(a_SI, down_EHI(spec, p), p.down_bias) * dy_SH).sum(-1)
             else:
-                dw_S = (dv_SI * a_SI).sum(-1)
+                dw_S = (dv_SI.to(torch.promote_types(dv_SI.dtype, acc)) * a_SI).sum(-1)
                 if p.down_bias is not None:
                     dw_S = dw_S + (rows.of_expert(p.down_bias) * dy_SH).sum(-1)
             grads["weights"] = rows.scatter(dw_S).to(torch_dtype(spec.w))

@@ -18,7 +18,6 @@ import torch.fx
 from . import dump, journal
 from .journal import Compiled, GraphAbandoned, GraphSeen, Lowered, Planned, RegionFound, RegionRejected, StageFailed
 from .options import Options
-from .verdict import Reject
 
 _WARNED: set[str] = set()
 
@@ -222,6 +221,3 @@ def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
         return compiled
 
     return compile_graph
-
-
-__all__ = ["Reject", "moe_backend"]

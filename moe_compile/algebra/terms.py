@@ -226,8 +226,8 @@ class LeafKey(tuple[Any, int]):
         return f"{self[0].name}@{self[1]}" if self[1] else str(self[0].name)
 
 
-def leaves(t: Term) -> Iterator[Term]:
-    """Every leaf in `t`, those inside indices included, each once."""
+def subterms(t: Term) -> Iterator[Term]:
+    """`t` and every term below it, those inside indices included, each once."""
     seen: set[int] = set()
     stack = [t]
     while stack:
@@ -235,23 +235,17 @@ def leaves(t: Term) -> Iterator[Term]:
         if x.id in seen:
             continue
         seen.add(x.id)
-        if x.op == "leaf":
-            yield x
+        yield x
         stack.extend(x.args)
         for i in x.index:
             stack.extend(b for b, _ in i.items if isinstance(b, Term))
 
 
+def leaves(t: Term) -> Iterator[Term]:
+    """Every leaf in `t`, each once."""
+    return (x for x in subterms(t) if x.op == "leaf")
+
+
 def find(t: Term, test: Callable[[Term], bool]) -> Term | None:
     """Some subterm that passes `test`, else None."""
-    seen: set[int] = set()
-    stack = [t]
-    while stack:
-        x = stack.pop()
-        if x.id in seen:
-            continue
-        seen.add(x.id)
-        if test(x):
-            return x
-        stack.extend(x.args)
-    return None
+    return next((x for x in subterms(t) if test(x)), None)

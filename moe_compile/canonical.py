@@ -16,6 +16,8 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
+from .nodes import storage
+
 _MISSING = object()
 
 
@@ -331,3 +333,29 @@ def _is_torch_function(target: Callable[..., Any]) -> bool:
         "torch._C._linalg",
         "torch._C._fft",
     )
+
+
+class Writes:
+    """Who writes which memory of a graph, indexed once: the questions of every region cost what the region costs.
+
+    `position`: each node's place in program order. `of`: the memories a node writes, for nodes that write. `to`: the
+    nodes that write a memory, in program order. `shared`: the nodes whose value lives in a memory.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.position: dict[torch.fx.Node, int] = {}
+        self.of: dict[torch.fx.Node, tuple[int, ...]] = {}
+        self.to: dict[int, list[torch.fx.Node]] = {}
+        self.shared: dict[int, list[torch.fx.Node]] = {}
+        for n in graph.nodes:
+            self.position[n] = len(self.position)
+            self.shared.setdefault(storage(n), []).append(n)
+            written = tuple(storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node))
+            if written:
+                self.of[n] = written
+                for memory in written:
+                    self.to.setdefault(memory, []).append(n)
+
+    def ordered(self, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
+        """The nodes in program order."""
+        return sorted(nodes, key=self.position.__getitem__)

@@ -14,7 +14,7 @@ import torch.fx
 
 from . import ops  # noqa: F401  (registers the operators)
 from .algebra.affine import as_size
-from .canonical import canonical, mutated_arguments
+from .canonical import Writes, canonical, mutated_arguments
 from .nodes import fake, storage
 
 
@@ -24,18 +24,25 @@ def lower(gm: torch.fx.GraphModule, regions: list[Any], plans: list[tuple[str, b
     regions: recognize.Found, in program order. plans: for each a providers.Plan's text, and whether to emit `route`.
     """
     stands_for: dict[torch.fx.Node, torch.fx.Node] = {}  # a later region may read an earlier one's root
+    writes = Writes(gm.graph)
     for region, (plan, fuse_router) in zip(regions, plans, strict=True):
-        _lower(gm.graph, region, plan, fuse_router, stands_for)
+        _lower(gm.graph, writes, region, plan, fuse_router, stands_for)
 
 
 def _lower(
-    graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool, stands_for: dict[torch.fx.Node, torch.fx.Node]
+    graph: torch.fx.Graph,
+    writes: Writes,
+    region: Any,
+    plan: str,
+    fuse_router: bool,
+    stands_for: dict[torch.fx.Node, torch.fx.Node],
 ) -> None:
     root, match, spec = region.root, region.match, region.spec
-    interior = _interior(graph, region)
 
     def now(node: torch.fx.Node) -> torch.fx.Node:
         return stands_for.get(node, node)
+
+    interior = _interior(writes, region, {now(leaf.attr.node) for leaf in match.leaves})
 
     def emit(target: Any, *args: Any) -> torch.fx.Node:
         if isinstance(target, str):
@@ -67,23 +74,17 @@ def _lower(
             out = emit("reshape", out, *_sizes(emit, shape, (now(match.hidden), match.ids)))
     out.meta.update(root.meta)
     stands_for[root] = out
-    _retarget(graph, root, out)
+    _retarget(writes, root, out)
     root.replace_all_uses_with(out)
-    _sweep(graph, interior)
+    _sweep(graph, writes, interior)
 
 
-def _retarget(graph: torch.fx.Graph, root: torch.fx.Node, out: torch.fx.Node) -> None:
+def _retarget(writes: Writes, root: torch.fx.Node, out: torch.fx.Node) -> None:
     """Where the root wrote into a tensor (index_add_), what later reads that tensor by its own name reads `out`."""
     for target in mutated_arguments(root):
-        if not isinstance(target, torch.fx.Node):
-            continue
-        later, behind = set(), False
-        for n in graph.nodes:
-            if behind:
-                later.add(n)
-            behind = behind or n is root
-        for user in [u for u in target.users if u in later]:
-            user.replace_input_with(target, out)
+        if isinstance(target, torch.fx.Node):
+            for user in [u for u in target.users if writes.position.get(u, -1) > writes.position[root]]:
+                user.replace_input_with(target, out)
 
 
 def _flattened(emit: Any, node: torch.fx.Node, last: int) -> torch.fx.Node:
@@ -107,36 +108,34 @@ def _sizes(emit: Any, shape: Any, sources: tuple[torch.fx.Node, ...]) -> list[An
     return out
 
 
-def _interior(graph: torch.fx.Graph, region: Any) -> list[torch.fx.Node]:
+def _interior(writes: Writes, region: Any, leaves: set[torch.fx.Node]) -> list[torch.fx.Node]:
     """The region's nodes in program order: from the root back to its leaves, the router's, the writes among them."""
-    leaves = {leaf.attr.node for leaf in region.match.leaves}
     inside: set[torch.fx.Node] = set(region.router.nodes if region.router else ())
     todo = [region.root]
     while todo:
         n = todo.pop()
-        if n not in inside and n not in leaves and n.op not in ("placeholder", "get_attr"):
+        if n not in inside and n not in leaves and n in writes.position and n.op not in ("placeholder", "get_attr"):
             inside.add(n)
             todo.extend(n.all_input_nodes)
     memory = {storage(n) for n in inside}
-    for n in graph.nodes:
-        written = [storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node)]
-        if written and memory.issuperset(written):
+    for n in [w for m in memory for w in writes.to.get(m, ())]:
+        if writes.position[n] <= writes.position[region.root] and memory.issuperset(writes.of[n]):
             inside.add(n)
-        if n is region.root:
-            break
-    return [n for n in graph.nodes if n in inside]
+    return writes.ordered(n for n in inside if not n._erased)  # a router's nodes may be another region's too
 
 
-def _sweep(graph: torch.fx.Graph, interior: list[torch.fx.Node]) -> None:
+def _sweep(graph: torch.fx.Graph, writes: Writes, interior: list[torch.fx.Node]) -> None:
     """Erase the interior nodes that nothing outside needs, then whatever only they read."""
     inside = set(interior)
-    outside_memory = {storage(n) for n in graph.nodes if n not in inside}
-    writes = {n: [storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node)] for n in interior}
+
+    def seen_outside(memory: int) -> bool:
+        return any(n not in inside and not n._erased for n in writes.shared[memory])
+
     kept: set[torch.fx.Node] = set()
     todo = [
         n
         for n in interior
-        if any(u not in inside for u in n.users) or not outside_memory.isdisjoint(writes[n]) or _impure(n)
+        if any(u not in inside for u in n.users) or any(map(seen_outside, writes.of.get(n, ()))) or _impure(n)
     ]
     while todo:
         n = todo.pop()
@@ -145,7 +144,7 @@ def _sweep(graph: torch.fx.Graph, interior: list[torch.fx.Node]) -> None:
         kept.add(n)
         todo.extend(m for m in n.all_input_nodes if m in inside)
         memory = {storage(n), *(storage(m) for m in n.all_input_nodes)}
-        todo.extend(m for m in interior if not memory.isdisjoint(writes[m]))
+        todo.extend(w for m in memory for w in writes.to.get(m, ()) if w in inside)
     fed: list[torch.fx.Node] = []
     for n in reversed(interior):
         if n not in kept:

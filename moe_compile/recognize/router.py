@@ -16,7 +16,7 @@ import torch.fx
 from ..algebra.affine import Affine, Axis, as_size, axis_index, flat, times
 from ..algebra.layout import Val, number_of
 from ..algebra.terms import Term, find
-from ..canonical import canonical, mutated_arguments
+from ..canonical import Writes, canonical
 from ..nodes import fake, storage
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
@@ -40,48 +40,43 @@ class RouterMatch:
     nodes: tuple[torch.fx.Node, ...]
 
 
-def match_router(gm: torch.fx.GraphModule, walk: Walk, root: torch.fx.Node, block: Match) -> RouterMatch | Reject:
+def match_router(writes: Writes, walk: Walk, root: torch.fx.Node, block: Match) -> RouterMatch | Reject:
     """The router of a block, or why its nodes stay."""
     if block.weights is None:
         return Reject("the block has no routing weights")
     try:
-        nodes = _slice(gm, root, (block.ids, block.weights))
+        nodes = _slice(writes, root, (block.ids, block.weights))
         return _read(walk, nodes, block)
     except Unproved as m:
         return m.verdict
 
 
-def _slice(gm: torch.fx.GraphModule, root: torch.fx.Node, ends: tuple[torch.fx.Node, ...]) -> list[torch.fx.Node]:
+def _slice(writes: Writes, root: torch.fx.Node, ends: tuple[torch.fx.Node, ...]) -> list[torch.fx.Node]:
     """The nodes that make `ends`, back to linears and inputs, with whatever writes their memory, in program order."""
-    before: list[torch.fx.Node] = []
-    writers: list[tuple[torch.fx.Node, list[int]]] = []
-    for n in gm.graph.nodes:
-        if n is root:
-            break
-        before.append(n)
-        written = [storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node)]
-        if written:
-            writers.append((n, written))
+
+    def writers(memory: int) -> list[torch.fx.Node]:
+        return [w for w in writes.to.get(memory, ()) if writes.position[w] < writes.position[root]]
+
     chosen: set[torch.fx.Node] = set()
-    memory: set[int] = set()
+    memories: set[int] = set()
     todo = list(ends)
     while todo:
         n = todo.pop()
         if n in chosen:
             continue
         call = canonical(n)
-        memory.add(storage(n))
+        memories.add(storage(n))
         if call is None or call.op in _OPAQUE:
             continue
         chosen.add(n)
         if len(chosen) > _SLICE_LIMIT:
             raise Unproved("the router is not a short function of logits", f"more than {_SLICE_LIMIT} operations")
         todo.extend(n.all_input_nodes)
-        todo.extend(w for w, written in writers if w not in chosen and not memory.isdisjoint(written))
-    late = [w for w, written in writers if w not in chosen and not memory.isdisjoint(written)]
+        todo.extend(w for w in writers(storage(n)) if w not in chosen)
+    late = [w for m in memories for w in writers(m) if w not in chosen]
     if late:
         raise Unproved("the router's tensors are written by an operation that no rule knows", late[0].name)
-    return [n for n in before if n in chosen]
+    return writes.ordered(chosen)
 
 
 def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:
@@ -122,7 +117,6 @@ class _Router:
             mapping.update({a: axis_index(b) for a, b in zip(have, want)})  # type: ignore[arg-type, misc]
         self.w = self.terms.substitute(weights.term, mapping)
         self.ids = ids.term
-        self.at_ids: dict[Axis, Affine] = {self.e: self.terms.value(self.ids)}
 
     def read(self) -> RouterMatch:
         w, scale = self._scaled(self.w)

@@ -20,9 +20,9 @@ from .. import rules
 from ..algebra.affine import Size, as_size
 from ..algebra.layout import Ord, Val, new_axes
 from ..algebra.terms import LeafKey, Term, Terms
-from ..canonical import Call, canonical, mutated_arguments
+from ..canonical import Call, Writes, canonical, mutated_arguments
 from ..journal import Where
-from ..nodes import fake, storage, where
+from ..nodes import fake, where
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
 from .match import Match, combined, match
@@ -198,7 +198,7 @@ class Walk:
 
 def recognize(gm: torch.fx.GraphModule) -> Recognition:
     """Every region of the graph that is proved to be an MoE block, and every near miss with its reason."""
-    walk, out = Walk(), Recognition()
+    walk, out, writes = Walk(), Recognition(), Writes(gm.graph)
     misses: list[Rejection] = []
     open_roots: dict[torch.fx.Node, Found] = {}
     for node in gm.graph.nodes:
@@ -219,12 +219,12 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
         if not isinstance(value, Val) or not combined(value.term):
             continue
         proved = match(walk, node, value)
-        if not isinstance(proved, Reject) and _seen_elsewhere(gm, node):
+        if not isinstance(proved, Reject) and _seen_elsewhere(writes, node):
             proved = Reject("the combined value lives in memory that is read under another name")
         if isinstance(proved, Reject):
             misses.append(Rejection(node=node, verdict=proved, where=where(node), progress=3))
         else:
-            router = match_router(gm, walk, node, proved)
+            router = match_router(writes, walk, node, proved)
             found = Found(
                 root=node,
                 match=proved,
@@ -239,18 +239,11 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
     return out
 
 
-def _seen_elsewhere(gm: torch.fx.GraphModule, root: torch.fx.Node) -> bool:
+def _seen_elsewhere(writes: Writes, root: torch.fx.Node) -> bool:
     """Whether a root that writes into a tensor (index_add_) writes memory that a view made before it shares."""
     targets = [n for n in mutated_arguments(root) if isinstance(n, torch.fx.Node)]
-    if not targets:
-        return False
-    memory = {storage(n) for n in targets}
-    for n in gm.graph.nodes:
-        if n is root:
-            return False
-        if n not in targets and storage(n) in memory:
-            return True
-    return False
+    sharing = (n for memory in writes.of.get(root, ()) for n in writes.shared[memory] if n not in targets)
+    return any(writes.position[n] < writes.position[root] for n in sharing)
 
 
 def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found]) -> Found | None:

@@ -291,6 +291,33 @@ def test_a_combination_read_under_another_name(view: bool) -> None:
     same_as_eager(module, x)
 
 
+class SharedRouter(GatheredBlock):
+    """Two sets of experts under one router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second_gate_up, self.second_down = (nn.Parameter(p.flip(0).clone()) for p in (self.gate_up, self.down))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        w, ids = torch.topk(F.softmax(F.linear(x, self.gate), dim=-1, dtype=torch.float32), K, dim=-1)
+        w /= w.sum(-1, keepdim=True)
+        rows, flat = x.repeat_interleave(K, dim=0).unsqueeze(-1), ids.reshape(-1)
+        out = []
+        for gate_up, down in ((self.gate_up, self.down), (self.second_gate_up, self.second_down)):
+            g, u = torch.bmm(gate_up[flat], rows).squeeze(-1).chunk(2, dim=-1)
+            y = torch.bmm(down[flat], (F.silu(g) * u).unsqueeze(-1)).squeeze(-1)
+            out.append((y * w.reshape(-1, 1)).view(-1, K, H).sum(dim=1))
+        return out[0] - out[1]
+
+
+def test_two_regions_under_one_router() -> None:
+    module, x = SharedRouter(), torch.randn(T, H)
+    regions = recognized(module).regions
+    assert [r.router is not None for r in regions] == [True, True]
+    torch._dynamo.reset()
+    same_as_eager(module, x)
+
+
 def test_a_block_that_reads_another_blocks_result_directly() -> None:
     module, x = nn.Sequential(GroupedBlock(), GatheredBlock(), GroupedBlock()), torch.randn(T, H)
     assert len(recognized(module).regions) == 3

@@ -7,6 +7,7 @@ graph with every proved MoE block replaced. An exception in a stage of ours leav
 
 from __future__ import annotations
 
+import fnmatch
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,7 +17,17 @@ import torch
 import torch.fx
 
 from . import dump, journal
-from .journal import Compiled, GraphAbandoned, GraphSeen, Lowered, Planned, RegionFound, RegionRejected, StageFailed
+from .journal import (
+    Compiled,
+    GraphAbandoned,
+    GraphSeen,
+    Lowered,
+    Planned,
+    RegionFound,
+    RegionRejected,
+    RegionSkipped,
+    StageFailed,
+)
 from .options import Options
 
 _WARNED: set[str] = set()
@@ -90,32 +101,44 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options) -> bool:
                 graph=graph, where=r.where, node=r.node.name, reason=r.verdict.reason, detail=r.verdict.detail
             )
         )
+    chosen: list[Any] = []
     plans: list[tuple[str, bool]] = []
     for number, region in enumerate(found.regions):
         fused, why = False, region.router_why
         if region.router is not None:
             verdict = stage("plan", _plan_route, region.spec.router, region.device, options.route)
             fused, why = bool(verdict), "" if verdict else str(verdict)
-        planning = stage("plan", _plan, region.spec.experts, region.device, options.provider)
-        plans.append((str(planning.plan), fused))
         journal.record(
             RegionFound(
                 graph=graph, region=number, spec=str(region.spec), where=region.where, root=region.root.name,
                 nodes=nodes, router_why=why,
             )
         )  # fmt: skip
+        if skip := _skipped(region, len(chosen), options):
+            journal.record(RegionSkipped(graph=graph, region=number, why=skip))
+            continue
+        planning = stage("plan", _plan, region.spec.experts, region.device, options.provider)
         journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
-    if found.regions:
-        stage("lower", _lower, gm, found.regions, plans)
+        chosen.append(region)
+        plans.append((str(planning.plan), fused))
+    if chosen:
+        stage("lower", _lower, gm, chosen, plans)
         stage("lower", gm.recompile)
         journal.record(
             Lowered(
-                graph=graph, regions=len(found.regions), nodes_before=nodes, nodes_after=len(gm.graph.nodes),
+                graph=graph, regions=len(chosen), nodes_before=nodes, nodes_after=len(gm.graph.nodes),
                 text=_text(gm),
             )
         )  # fmt: skip
     journal.record(Compiled(graph=graph, inner=options.inner, seconds=seconds))
-    return bool(found.regions)
+    return bool(chosen)
+
+
+def _skipped(region: Any, taken: int, options: Options) -> str:
+    """Why the user's options leave a proved block alone; "" where they don't."""
+    if not fnmatch.fnmatchcase(region.where.module, options.only):
+        return f"moe.only={options.only} does not match {region.where.module or 'a block of unknown place'}"
+    return f"moe.fuel={options.fuel} is spent" if 0 <= options.fuel <= taken else ""
 
 
 # The stages. Imported when first used: `import moe_compile` and compiling models without MoE stay light.

@@ -23,7 +23,8 @@ from .spec import MoESpec
 class Region:
     """A block that was proved. `chosen` is its plan's text; `router_why` says why its router kept its nodes, if it did.
 
-    `candidates` are the verdicts on each provider. `replaced` is False where a later stage failed.
+    `candidates` are the verdicts on each provider. `skipped` names the option that left the block as it was, "" if none
+    did; `replaced` is False there, and where a later stage failed.
     """
 
     graph: int
@@ -33,6 +34,7 @@ class Region:
     candidates: tuple[str, ...] = ()
     chosen: str = ""
     router_why: str = ""
+    skipped: str = ""
     replaced: bool = False
 
 
@@ -72,6 +74,7 @@ class Report:
         planned = {(e.graph, e.region): e for e in events if isinstance(e, journal.Planned)}
         lowered = {e.graph for e in events if isinstance(e, journal.Lowered)}
         lowered -= {e.graph for e in events if isinstance(e, journal.StageFailed)}
+        skipped = {(e.graph, e.region): e.why for e in events if isinstance(e, journal.RegionSkipped)}
         regions = []
         for e in events:
             if isinstance(e, journal.RegionFound):
@@ -84,7 +87,8 @@ class Report:
                     candidates=plan.candidates if plan else (),
                     chosen=plan.plan if plan else "",
                     router_why=e.router_why,
-                    replaced=e.graph in lowered,
+                    skipped=skipped.get((e.graph, e.region), ""),
+                    replaced=e.graph in lowered and (e.graph, e.region) not in skipped,
                 )
                 regions.append(region)
         return cls(
@@ -116,7 +120,7 @@ class Report:
             f"{len(self.rejections)} not proved",
         ]
         lines = [f"moe_compile: {', '.join(counts)}"]
-        for same in _groups(self.regions, lambda r: (r.spec, r.chosen, r.candidates, r.router_why, r.replaced)):
+        for same in _groups(self.regions, lambda r: (r.spec, r.chosen, r.candidates, r.router_why, r.skipped, r.replaced)):
             lines += ["", *_region_lines(same)]
         for refused in _groups(self.rejections, lambda r: (r.reason, r.detail, r.where.source)):
             lines += ["", *_rejection_lines(refused)]
@@ -196,7 +200,8 @@ def _region_lines(same: list[Region]) -> list[str]:
     if first.where.source:
         lines.append(f"  source      {first.where.source}  {first.where.code}".rstrip())
     lines += [f"  {'considered' if i == 0 else '':10}  {c}" for i, c in enumerate(first.candidates)]
-    lines.append(f"  chosen      {_plan(first.chosen) if first.replaced else 'not replaced: a later stage failed'}")
+    why_not = first.skipped or "a later stage failed"
+    lines.append(f"  chosen      {_plan(first.chosen) if first.replaced else f'not replaced: {why_not}'}")
     return lines
 
 

@@ -76,6 +76,14 @@ class Planned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegionSkipped(Event):
+    """A proved block stays as it was because the user's options say so; `why` names the option."""
+
+    region: int
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Lowered(Event):
     """The regions were replaced; nodes before and after. `text` as in GraphSeen."""
 

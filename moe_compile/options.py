@@ -46,6 +46,8 @@ class Options:
         "operator where the provider's fused routing is faster.",
         choices=("auto", "op", "nodes"),
     )
+    only: str = _row("*", "Replace only blocks whose module path matches this pattern, such as `model.layers.[0-3].*`.")
+    fuel: int = _row(-1, "Replace only the first so many blocks of each graph (bisecting); -1: all of them.")
 
     @classmethod
     def parse(
@@ -102,6 +104,11 @@ def _read(field: dataclasses.Field[Any], raw: Any, what: str) -> Any:
             return raw
         word = str(raw).lower()
         return _WORDS[one_of(what, word, _WORDS)]
+    if kind is int:
+        try:
+            return int(raw)
+        except (TypeError, ValueError):
+            raise ValueError(f"{what}: {raw!r} is not a whole number") from None
     if not isinstance(raw, str):
         raise ValueError(f"{what}: {raw!r} is not text")
     return one_of(what, raw, field.metadata["choices"]) if field.metadata["choices"] else raw

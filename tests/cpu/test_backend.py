@@ -17,6 +17,7 @@ from torch import nn
 
 from moe_compile import backend, journal
 from moe_compile.backend import moe_backend
+from moe_compile.explain import Report
 
 STAGES = {"_recognize": "recognize", "_plan": "plan", "_plan_route": "plan", "_lower": "lower"}
 
@@ -193,3 +194,27 @@ assert sum(isinstance(e, journal.RegionFound) for e in journal.recent()) == 1
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "replaced", "why"),
+    [
+        ({}, [0, 1, 2], ""),
+        ({"fuel": 0}, [], "moe.fuel=0 is spent"),
+        ({"fuel": 2}, [0, 1], "moe.fuel=2 is spent"),
+        ({"only": "*[02]"}, [0, 2], "does not match"),
+        ({"only": "*[02]", "fuel": 1}, [0], "moe.fuel=1 is spent"),
+        ({"only": "nothing"}, [], "moe.only=nothing does not match"),
+    ],
+)
+def test_fuel_and_only_choose_the_blocks(settings: dict[str, Any], replaced: list[int], why: str) -> None:
+    model = nn.Sequential(GroupedBlock(), GatheredBlock(), GroupedBlock())
+    x = torch.randn(10, H)
+    with torch.no_grad(), journal.capture() as events:
+        out = compiled(model, inner="eager", strict=True, **settings)(x)
+        torch.testing.assert_close(out, model(x))
+    report = Report.from_events(events)
+    assert [r.region for r in report.regions if r.replaced] == replaced
+    assert [bool(r.skipped) for r in report.regions] == [i not in replaced for i in range(3)]
+    assert why in report.regions[2].skipped + report.regions[1].skipped
+    assert why in str(report)

@@ -19,6 +19,8 @@ def test_defaults_and_rest():
         "strict": False,
         "provider": "auto",
         "route": "auto",
+        "only": "*",
+        "fuel": -1,
     }
 
 
@@ -38,6 +40,7 @@ def test_ours_are_taken_out_of_the_rest():
         ({"moe.zzzzzzz": 1}, r"'moe.zzzzzzz' is not one of (?!.*did you mean)"),
         ({"moe.inner": "induktor"}, r"moe.inner: 'induktor' is not one of .*; did you mean 'inductor'\?"),
         ({"moe.inner": 3}, "moe.inner: 3 is not text"),
+        ({"moe.fuel": "full"}, "moe.fuel: 'full' is not a whole number"),
         ({"moe.strict": "maybe"}, "moe.strict: 'maybe' is not one of 1, true, 0, false"),
     ],
 )
@@ -47,8 +50,8 @@ def test_bad_options_say_what_is_valid(options, message):
 
 
 def test_environment_with_and_without_prefix():
-    options, rest = Options.parse({}, {"MOE_COMPILE": "strict=1, moe.inner=aot_eager,route=op,"})
-    assert options == Options(strict=True, inner="aot_eager", route="op")
+    options, rest = Options.parse({}, {"MOE_COMPILE": "strict=1, moe.inner=aot_eager,route=op,fuel=3,"})
+    assert options == Options(strict=True, inner="aot_eager", route="op", fuel=3)
     assert rest == {}
 
 

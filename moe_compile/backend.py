@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from . import dump, journal
+from . import dump, journal, trace
 from .journal import (
     Compiled,
     GraphAbandoned,
@@ -51,12 +51,14 @@ def moe_backend(
     dump.follow_environment()
     original = _copy(gm.graph)
     graph = journal.next_graph()
-    try:
-        changed = _transform(gm, graph, ours)
-    except _StageError as failure:
-        _give_up(failure, ours)
-        _restore(gm, original)
-        changed = False
+    with journal.capture() as events:
+        try:
+            changed = _transform(gm, graph, ours)
+        except _StageError as failure:
+            _give_up(failure, ours)
+            _restore(gm, original)
+            changed = False
+    trace.artifacts([e for e in events if e.graph == graph])
     compile_inner = _inner(ours.inner, mode, inner_options)
     try:
         return compile_inner(gm, example_inputs)

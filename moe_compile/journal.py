@@ -1,7 +1,8 @@
 """What the compiler did: an append-only record of typed events. explain, dump and logs only ever read it.
 
 A compilation writes events with `record`; a reader collects them with `with capture() as events:`, or is called with
-each from `subscribe` on. Recording never fails and never changes what is compiled.
+each from `subscribe` on. Recording never fails and never changes what is compiled. Each event is logged at DEBUG by the
+logger of its stage, `moe_compile.recognize` say, so TORCH_LOGS="+moe_compile" shows them all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 log = logging.getLogger("moe_compile")
 
@@ -31,9 +33,10 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """`graph` counts the graphs that this process compiled, from 0."""
+    """`graph` counts the graphs that this process compiled, from 0. `logger`: the stage whose logger tells of it."""
 
     graph: int
+    logger: ClassVar[str] = "backend"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class GraphSeen(Event):
 class RegionFound(Event):
     """A block was proved. `spec`: the MoESpec's line. `router_why`: why its router keeps its nodes, if it does."""
 
+    logger: ClassVar[str] = "recognize"
     region: int
     spec: str
     where: Where
@@ -60,6 +64,7 @@ class RegionFound(Event):
 class RegionRejected(Event):
     """Something looked like a block and was not proved: the deepest proof's node, source and reason."""
 
+    logger: ClassVar[str] = "recognize"
     where: Where
     node: str
     reason: str
@@ -70,6 +75,7 @@ class RegionRejected(Event):
 class Planned(Event):
     """The plan of a region: every candidate considered ("triton_grouped: Reject ..."), and the plan's text."""
 
+    logger: ClassVar[str] = "plan"
     region: int
     candidates: tuple[str, ...]
     plan: str
@@ -79,6 +85,7 @@ class Planned(Event):
 class RegionSkipped(Event):
     """A proved block stays as it was because the user's options say so; `why` names the option."""
 
+    logger: ClassVar[str] = "recognize"
     region: int
     why: str
 
@@ -87,6 +94,7 @@ class RegionSkipped(Event):
 class Lowered(Event):
     """The regions were replaced; nodes before and after. `text` as in GraphSeen."""
 
+    logger: ClassVar[str] = "lower"
     regions: int
     nodes_before: int
     nodes_after: int
@@ -136,7 +144,7 @@ def record(event: Event) -> None:
         except Exception:  # a reader's fault must not become the compilation's
             _drop(key)
             log.exception("a journal listener failed and is dropped")
-    log.debug("%s", event)
+    logging.getLogger(f"{log.name}.{event.logger}").debug("%s", event)
 
 
 def wants_text() -> bool:

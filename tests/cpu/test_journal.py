@@ -1,7 +1,11 @@
 """The journal: order, listeners coming and going, and that a listener's fault stays its own."""
 
 import logging
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +108,26 @@ def test_graph_numbers_are_unique_across_threads():
 )
 def test_where_prints(where, text):
     assert str(where) == text
+
+
+_PROGRAM = """
+import torch
+from blocks import GroupedBlock, H
+with torch.no_grad():
+    torch.compile(GroupedBlock(), backend="moe", options={"moe.inner": "eager"})(torch.randn(10, H))
+"""
+
+
+@pytest.mark.parametrize(
+    ("logs", "shown", "hidden"),
+    [("+moe_compile", ["RegionFound", "Planned", "Lowered"], []), ("+moe_compile.plan", ["Planned"], ["RegionFound"])],
+)
+def test_torchs_own_switches_show_the_events(logs, shown, hidden, tmp_path):
+    here = Path(__file__).parent
+    environ = {**os.environ, "TORCH_LOGS": logs, "TORCH_TRACE": str(tmp_path)}
+    environ["PYTHONPATH"] = os.pathsep.join([str(here.parents[1]), str(here)])
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], env=environ, capture_output=True, text=True, check=True)
+    assert all(f"{word}(" in done.stderr for word in shown)
+    assert not any(f"{word}(" in done.stderr for word in hidden)
+    (trace,) = tmp_path.iterdir()
+    assert "moe_compile_report" in trace.read_text() and "1 of 1 MoE block replaced" in trace.read_text()

@@ -23,7 +23,7 @@ LEVELS = [
     {"canonical", "kernels", "algebra"},
     {"rules", "providers"},
     {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree"},
-    {"explain", "dump", "report"},
+    {"explain", "dump", "report", "trace"},
     {"backend"},
     {"demo"},
     {"cli", "__init__", "__main__"},

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         "say what becomes of each MoE block of a model, and why",
         "moe-compile explain ./my-model --tokens 64",
     )
-    explain.add_argument("model", metavar="MODEL", help="a folder of a HuggingFace causal language model, or a hub id")
+    explain.add_argument("model", metavar="MODEL", help="a folder of a HuggingFace model (config.json is enough), or a hub id")
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
     return parser
@@ -102,20 +102,16 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
-    # Else a mistyped path is taken for a hub id, and the message is about that.
-    if arguments.model.startswith((".", "/", "~")) and not os.path.isdir(arguments.model):
-        raise ValueError(f"{arguments.model} is not a folder")
     import torch
-    import transformers
 
     from .explain import explain
+    from .pretrained import load
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = transformers.AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").to(device).eval()
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, arguments.tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    model, inputs = load(arguments.model, arguments.tokens)
+    if model.device.type == "meta" and not arguments.json:
+        print(f"{arguments.model} has no weights: explained from its configuration, without memory", file=sys.stderr)
     with torch.no_grad():
-        _show(arguments, explain(model, input_ids=ids))
+        _show(arguments, explain(model, **inputs))
     return 0
 
 

@@ -57,6 +57,40 @@ def test_explain_json(capsys, folder):
     assert report["regions"][0]["spec"].startswith("experts(E=8 K=2 H=32 I=16 act=swiglu")
 
 
+def configuration(path, config):
+    """A folder with a configuration and no weights."""
+    config.save_pretrained(path)
+    return str(path)
+
+
+def test_a_configuration_is_enough(capsys, tmp_path):
+    import transformers
+
+    # 6 billion parameters, of which none is ever made
+    config = transformers.MixtralConfig(num_hidden_layers=4, architectures=["MixtralForCausalLM"])
+    code, out, err = run(capsys, "explain", configuration(tmp_path, config))
+    assert code == 0, err
+    assert out.startswith("moe_compile: 1 graph, 4 of 4 MoE blocks replaced, 0 not proved\n")
+    assert "2 of 8 experts a token, 4096 -> 14336 -> 4096, swiglu" in out
+    assert "has no weights: explained from its configuration" in err
+
+
+def test_a_model_without_moe_says_so(capsys, tmp_path):
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(num_hidden_layers=1, **sizes)
+    code, out, _ = run(capsys, "explain", configuration(tmp_path, config))
+    assert code == 0
+    assert "nothing in the graphs looks like an MoE block" in out
+
+
+def test_a_folder_of_something_else_is_one_line(capsys, tmp_path):
+    code, out, err = run(capsys, "explain", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert err == f"moe-compile: error: {tmp_path} has no config.json: it is not the folder of a HuggingFace model\n"
+
+
 def test_doctor(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0

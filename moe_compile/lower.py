@@ -56,11 +56,12 @@ def _lower(
     with graph.inserting_before(root):
         hidden = _flattened(emit, now(match.hidden), spec.experts.H)
         if region.router is not None and fuse_router:
-            logits = _flattened(emit, region.router.logits, spec.experts.E)
-            bias = region.router.bias
-            if bias is not None and fake(bias).dim() != 1:
-                bias = emit("reshape", bias, -1)
-            routed = emit(torch.ops.moe_compile.route.default, logits, bias, str(spec.router))
+            logits = _flattened(emit, region.router.logits, spec.router.E)
+            vectors = [
+                v if v is None or fake(v).dim() == 1 else emit("reshape", v, -1)
+                for v in (region.router.bias, region.router.expert_scale)
+            ]
+            routed = emit(torch.ops.moe_compile.route.default, logits, *vectors, str(spec.router))
             weights, ids = emit(operator.getitem, routed, 0), emit(operator.getitem, routed, 1)
         else:
             ids = _flattened(emit, match.ids, spec.experts.K)

@@ -34,8 +34,8 @@ _OPERANDS = (
 for _schema in (
     f"experts({_OPERANDS}, str plan) -> Tensor",
     f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]",
-    "route(Tensor logits, Tensor? bias, str spec) -> (Tensor, Tensor)",
-    "route_backward(Tensor grad, Tensor logits, Tensor ids, str spec) -> Tensor",
+    "route(Tensor logits, Tensor? bias, Tensor? expert_scale, str spec) -> (Tensor, Tensor)",
+    "route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? expert_scale, str spec, bool[] needs) -> Tensor[]",
 ):
     _LIB.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 
@@ -153,44 +153,54 @@ def _experts_backward_fake(
     return [t.new_empty(t.shape) for t, need in zip(each, needs, strict=True) if need and t is not None]
 
 
-def _route(logits: Tensor, bias: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
-    """(weights_TK in spec.out, ids_TK int64) of logits [T, E] and the selection bias [E]; see reference.route."""
+def _route(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
+    """(weights_TK in spec.out, ids_TK int64) of logits [T, E], the selection bias [E] and the experts' scales [E].
+
+    See reference.route.
+    """
     parsed = RouterSpec.parse(spec)
-    _check_route(parsed, logits, bias)
+    _check_route(parsed, logits, bias, expert_scale)
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        return reference.route(parsed, logits, bias)
+        return reference.route(parsed, logits, bias, expert_scale)
 
 
-def _check_route(spec: RouterSpec, logits: Tensor, bias: Tensor | None) -> None:
+def _check_route(spec: RouterSpec, logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None) -> None:
     if logits.dim() != 2 or logits.shape[1] != spec.E or logits.dtype != torch_dtype(spec.logits):
         got, expected = f"{logits.dtype} {list(logits.shape)}", f"{torch_dtype(spec.logits)} [T, {spec.E}]"
         raise ValueError(f"moe_compile::route: logits is {got}, expected {expected} for {spec}")
-    if (bias is not None) != spec.bias or (bias is not None and bias.shape != (spec.E,)):
-        got = "None" if bias is None else str(list(bias.shape))
-        raise ValueError(f"moe_compile::route: bias is {got}, expected {[spec.E] if spec.bias else None} for {spec}")
+    for name, operand, wanted in (("bias", bias, spec.bias), ("expert_scale", expert_scale, spec.expert_scale)):
+        if (operand is not None) != wanted or (operand is not None and operand.shape != (spec.E,)):
+            got, expected = None if operand is None else list(operand.shape), [spec.E] if wanted else None
+            raise ValueError(f"moe_compile::route: {name} is {got}, expected {expected} for {spec}")
 
 
-def _route_fake(logits: Tensor, bias: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
+def _route_fake(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
     parsed = RouterSpec.parse(spec)
-    _check_route(parsed, logits, bias)
+    _check_route(parsed, logits, bias, expert_scale)
     shape = (logits.shape[0], parsed.K)
     return logits.new_empty(shape, dtype=torch_dtype(parsed.out)), logits.new_empty(shape, dtype=torch.int64)
 
 
 def _route_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(inputs[0], output[1])
-    ctx.spec = inputs[2]
+    logits, _, expert_scale, ctx.spec = inputs
+    ctx.save_for_backward(logits, output[1], expert_scale)
 
 
 def _route_grads(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    logits, ids = ctx.saved_tensors
-    return torch.ops.moe_compile.route_backward(grad, logits, ids, ctx.spec), None, None
+    logits, ids, expert_scale = ctx.saved_tensors
+    needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+    grads = iter(torch.ops.moe_compile.route_backward(grad, logits, ids, expert_scale, ctx.spec, needs))
+    d_logits, d_scale = (next(grads) if n else None for n in needs)
+    return d_logits, None, d_scale, None
 
 
-def _route_backward(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Tensor:
-    """d logits [T, E] of d weights [T, K], the ids held fixed; computed in fp32 at least.
+def _route_backward(
+    grad: Tensor, logits: Tensor, ids: Tensor, expert_scale: Tensor | None, spec: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients of [logits, expert_scale] that `needs` names, of d weights [T, K], the ids held fixed.
 
-    With v = s[ids], n = sum_k v + eps: renorm gives dv = (dw - sum_k dw v / n) / n, the score its own derivative.
+    Computed in fp32 at least. With v = s[ids] and n the divisor (sum_k v and its epsilon): u = v / n gives
+    dv = (du - dn/dv sum_k du u) / n; the score has its own derivative.
     """
     parsed = RouterSpec.parse(spec)
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
@@ -201,11 +211,30 @@ def _route_backward(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Ten
             x = x.gather(1, ids)
         kind = parsed.score.removeprefix("topk_")
         s = x.softmax(-1) if kind == "softmax" else x.sigmoid() if kind == "sigmoid" else F.softplus(x).sqrt()
-        d = grad.to(acc) * parsed.scale
-        if parsed.renorm != "none":
-            v = s if late else s.gather(1, ids)
-            n = v.sum(-1, keepdim=True) + (parsed.eps if parsed.renorm == "sum_plus_eps" else 0.0)
-            d = (d - (d * (v / n)).sum(-1, keepdim=True)) / n
+        v = s if late else s.gather(1, ids)
+        kept = None
+        if parsed.values == "choice":
+            kept = reference.in_best_groups(parsed, reference.score(parsed, logits)).gather(1, ids)
+            v = v.where(kept, parsed.group_fill)
+        total = v.sum(-1, keepdim=True)
+        n, moves = {
+            "none": (torch.ones_like(total), 0.0),
+            "sum": (total, 1.0),
+            "sum_plus_eps": (total + parsed.eps, 1.0),
+            "sum_at_least_eps": (total.clamp(min=parsed.eps), (total >= parsed.eps).to(acc)),
+        }[parsed.renorm]
+        u, du = v / n, grad.to(acc) * parsed.scale
+        out = []
+        if needs[1] and expert_scale is not None:
+            d_scale = torch.zeros(parsed.E, dtype=acc, device=ids.device)
+            out.append(d_scale.index_add_(0, ids.flatten(), (du * u).flatten()).to(expert_scale.dtype))
+        if not needs[0]:
+            return out
+        if expert_scale is not None:
+            du = du * expert_scale[ids]
+        d = (du - moves * (du * u).sum(-1, keepdim=True)) / n
+        if kept is not None:
+            d = d * kept
         if not late:
             d = torch.zeros_like(s).scatter_add_(1, ids, d)
         if kind == "softmax":
@@ -216,11 +245,14 @@ def _route_backward(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Ten
             d = d * x.sigmoid() / (2 * s)
         if late:
             d = torch.zeros_like(logits, dtype=acc).scatter_add_(1, ids, d)
-        return d.to(logits.dtype)
+        return [d.to(logits.dtype), *out]
 
 
-def _route_backward_fake(grad: Tensor, logits: Tensor, ids: Tensor, spec: str) -> Tensor:
-    return torch.empty_like(logits)
+def _route_backward_fake(
+    grad: Tensor, logits: Tensor, ids: Tensor, expert_scale: Tensor | None, spec: str, needs: Sequence[bool]
+) -> list[Tensor]:
+    each = (logits, expert_scale)
+    return [t.new_empty(t.shape) for t, need in zip(each, needs, strict=True) if need and t is not None]
 
 
 def _once(op: str) -> Any:

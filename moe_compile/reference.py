@@ -79,7 +79,10 @@ def score(spec: RouterSpec, logits: torch.Tensor) -> torch.Tensor:
 
 
 def route(
-    spec: RouterSpec, logits_TE: torch.Tensor, bias_E: torch.Tensor | None = None
+    spec: RouterSpec,
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+    expert_scale_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights_TK in spec.out, ids_TK int64), by RouterSpec's five steps, each the torch call that models make.
 
@@ -89,10 +92,10 @@ def route(
     s_TE = logits_TE if late else score(spec, logits_TE)
     choice_TE = s_TE if bias_E is None else s_TE + bias_E
     if spec.groups > 1:
-        choice_TE = _best_groups(spec, choice_TE)
+        choice_TE = choice_TE.masked_fill(~in_best_groups(spec, choice_TE), spec.group_fill)
     values_TK, ids_TK = torch.topk(choice_TE, spec.K, dim=-1)
     # where nothing but the score chose, top-k has gathered it already
-    w_TK = values_TK if choice_TE is s_TE else s_TE.gather(-1, ids_TK)
+    w_TK = values_TK if choice_TE is s_TE or spec.values == "choice" else s_TE.gather(-1, ids_TK)
     if late:
         w_TK = score(spec, w_TK)
     w_TK = w_TK.to(torch.promote_types(w_TK.dtype, torch_dtype(spec.out)))  # no rounding before the last one
@@ -105,11 +108,13 @@ def route(
         w_TK = w_TK / total
     if spec.scale != 1.0:
         w_TK = w_TK * spec.scale
+    if expert_scale_E is not None:
+        w_TK = w_TK * expert_scale_E[ids_TK]
     return w_TK.to(torch_dtype(spec.out)), ids_TK
 
 
-def _best_groups(spec: RouterSpec, choice_TE: torch.Tensor) -> torch.Tensor:
-    """choice_TE with the experts outside the best `top_groups` groups set to `group_fill`."""
+def in_best_groups(spec: RouterSpec, choice_TE: torch.Tensor) -> torch.Tensor:
+    """Whether each expert is in one of its token's best `top_groups` groups; bool [T, E]."""
     size = spec.E // spec.groups
     grouped_TGe = torch.unflatten(choice_TE, -1, (spec.groups, size))
     if spec.group_score == "max":
@@ -118,5 +123,4 @@ def _best_groups(spec: RouterSpec, choice_TE: torch.Tensor) -> torch.Tensor:
         scores_TG = grouped_TGe.topk(2, dim=-1)[0].sum(dim=-1)
     best = torch.topk(scores_TG, k=spec.top_groups, dim=-1, sorted=False)[1]
     kept_TG = torch.zeros_like(scores_TG).scatter_(1, best, 1)
-    kept_TE = kept_TG.unsqueeze(-1).expand(-1, spec.groups, size).reshape(-1, spec.E)
-    return choice_TE.masked_fill(~kept_TE.bool(), spec.group_fill)
+    return kept_TG.unsqueeze(-1).expand(-1, spec.groups, size).reshape(-1, spec.E).bool()

@@ -39,6 +39,7 @@ WEIGHT_SIDES = ("output", "input", "none")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid")
 GROUP_SCORES = ("none", "max", "top2_sum")
 RENORMS = ("none", "sum", "sum_plus_eps", "sum_at_least_eps")
+VALUES = ("score", "choice")
 
 
 @lru_cache(None)
@@ -156,14 +157,18 @@ class RouterSpec:
 
     1. s = score(cast(logits, score_dtype)): softmax or sigmoid or sqrt(softplus) over E; for topk_softmax and
        topk_sigmoid the score is taken after selection, over the K chosen logits, and s = logits here.
-    2. c = s + bias[e], where `bias` (its own operand) is used to choose only.
+    2. c = s + bias[e], where `bias` (its own operand) is used to choose only. c and all that is compared is in the
+       wider of the dtypes of s and of the bias.
     3. With groups > 1: a group's score is the `group_score` of its c (max, or the sum of its top two); the best
        `top_groups` groups stay, the c of the others become `group_fill` (-inf or 0).
-    4. ids = top-K of c. w = s[ids] (of s, not c), after selection scored where the score says so.
+    4. ids = top-K of c. w = s[ids] (of s, not c); values=choice takes c[ids] instead, which differs only where an
+       expert of a group that was left out is chosen after all. topk_ scores are taken of w here.
     5. renorm: sum divides w by its sum over k; sum_plus_eps by (sum + eps), sum_at_least_eps by max(sum, eps).
-       Then w *= scale; cast to `out`. These are in the wider of the score's dtype and `out`.
+       Then w *= scale; then w *= expert_scale[ids] where that operand ([E]) is there; cast to `out`. These are in the
+       wider of the score's dtype, the scale operand's and `out`.
 
-    Ties: as torch.topk on the device resolves them, since step 4 is that call.
+    Ties: both top-ks are torch.topk, which takes any of equal scores (other ones on other devices) and holds NaN for
+    the greatest. The slots of a token are in any order: the experts' sum does not depend on it.
     """
 
     E: int
@@ -175,15 +180,18 @@ class RouterSpec:
     top_groups: int = 1
     group_score: str = "none"
     group_fill: float = 0.0
+    values: str = "score"
     renorm: str = "none"
     eps: float = 0.0
     scale: float = 1.0
+    expert_scale: bool = False
     logits: str = "bf16"
     out: str = "f32"
 
     def __post_init__(self) -> None:
         _check("RouterSpec", "score", self.score, SCORES)
         _check("RouterSpec", "group_score", self.group_score, GROUP_SCORES)
+        _check("RouterSpec", "values", self.values, VALUES)
         _check("RouterSpec", "renorm", self.renorm, RENORMS)
         for field in ("score_dtype", "logits", "out"):
             _check("RouterSpec", field, getattr(self, field), DTYPES)
@@ -194,6 +202,8 @@ class RouterSpec:
             raise ValueError(f"RouterSpec: {sizes}")
         if (self.groups > 1) != (self.group_score != "none"):
             raise ValueError(f"RouterSpec: groups={self.groups} and group_score={self.group_score} disagree")
+        if self.values == "choice" and (self.bias or self.groups == 1 or self.score.startswith("topk_")):
+            raise ValueError("RouterSpec: values=choice is for scores of all experts, in groups and without a bias")
 
     def __str__(self) -> str:
         return _print("router", self)
@@ -206,10 +216,21 @@ class RouterSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """A block: its experts, and its router where that was recognized (else ids and weights come from the graph)."""
+    """A block: its experts, and its router where that was recognized (else ids and weights come from the graph).
+
+    The router may choose among more than the experts: what it calls expert E or above is none (one that skips the
+    block, say), and such a route contributes 0.
+    """
 
     experts: ExpertsSpec
     router: RouterSpec | None = None
+
+    def __post_init__(self) -> None:
+        if self.router and (self.router.K != self.experts.K or self.router.E < self.experts.E):
+            raise ValueError(
+                f"MoESpec: experts E={self.experts.E} K={self.experts.K}, but the router chooses "
+                f"{self.router.K} of {self.router.E}"
+            )
 
     def __str__(self) -> str:
         return f"{self.experts} {self.router}" if self.router else str(self.experts)

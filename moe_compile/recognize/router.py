@@ -32,11 +32,12 @@ _OPAQUE = {"linear", "matmul", "einsum", "grouped_mm", "baddbmm", "addmm"}
 
 @dataclass(frozen=True, kw_only=True)
 class RouterMatch:
-    """The spec, the logits' node ([..., E]), the selection bias' node, and the nodes of the slice."""
+    """The spec, the nodes of the logits ([..., E]) and of the vectors over experts, and the nodes of the slice."""
 
     spec: RouterSpec
     logits: torch.fx.Node
     bias: torch.fx.Node | None
+    expert_scale: torch.fx.Node | None
     nodes: tuple[torch.fx.Node, ...]
 
 
@@ -129,7 +130,7 @@ class _Router:
             out=_short(fake(self.block.weights).dtype),  # type: ignore[arg-type]
         )  # fmt: skip
         self._whole(logits)
-        return RouterMatch(spec=spec, logits=logits.attr.node, bias=bias, nodes=tuple(self.nodes))
+        return RouterMatch(spec=spec, logits=logits.attr.node, bias=bias, expert_scale=None, nodes=tuple(self.nodes))
 
     def _scaled(self, w: Term) -> tuple[Term, float]:
         """Peels multiplications by numbers."""

@@ -36,14 +36,21 @@ ROUTERS = {
     "deepseek v4": RouterSpec(
         E=16, K=4, score="sqrtsoftplus", bias=True, renorm="sum", scale=1.5, logits="f64", score_dtype="f64", out="f64"
     ),
+    "values of masked scores": RouterSpec(
+        E=16, K=7, groups=4, top_groups=1, group_score="max", values="choice", scale=3.0, logits="f32"
+    ),
+    "gemma4": RouterSpec(E=16, K=4, renorm="sum", expert_scale=True, scale=1.5, logits="f32"),
+    "ernie, whose floor bites": RouterSpec(E=16, K=2, renorm="sum_at_least_eps", eps=0.4, logits="f32"),
     "gpt-oss": RouterSpec(E=16, K=4, score="topk_softmax", score_dtype="bf16", logits="bf16", out="bf16"),
     "llama4": RouterSpec(E=16, K=1, score="topk_sigmoid", logits="bf16", out="bf16"),
 }  # fmt: skip
 
 
-def router_inputs(spec: RouterSpec, T: int = 9) -> tuple[torch.Tensor, torch.Tensor | None]:
+def router_inputs(spec: RouterSpec, T: int = 9) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(logits, bias, expert_scale)."""
     torch.manual_seed(1)
-    return torch.randn(T, spec.E).to(torch_dtype(spec.logits)), torch.randn(spec.E) if spec.bias else None
+    logits = torch.randn(T, spec.E).to(torch_dtype(spec.logits))
+    return logits, torch.randn(spec.E) if spec.bias else None, torch.randn(spec.E) if spec.expert_scale else None
 
 
 # --- torch.library's own checks ---------------------------------------------------------------------------------------
@@ -68,10 +75,11 @@ def test_opcheck_token_counts_and_dtypes(T):
 @pytest.mark.parametrize("name", ROUTERS)
 def test_opcheck_route(name):
     spec = ROUTERS[name]
-    logits, bias = router_inputs(spec)
-    torch.library.opcheck(route.default, (logits.requires_grad_(), bias, str(spec)))
-    weights, ids = route(logits, bias, str(spec))
-    torch.library.opcheck(route_backward.default, (torch.ones_like(weights), logits.detach(), ids, str(spec)))
+    logits, bias, scale = router_inputs(spec)
+    torch.library.opcheck(route.default, (logits.requires_grad_(), bias, scale, str(spec)))
+    weights, ids = route(logits, bias, scale, str(spec))
+    args = (torch.ones_like(weights), logits.detach(), ids, scale, str(spec), [True, scale is not None])
+    torch.library.opcheck(route_backward.default, args)
 
 
 # --- meaning and gradients --------------------------------------------------------------------------------------------
@@ -119,26 +127,42 @@ def test_partial_gradients():
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route_and_its_gradient(name):
     spec = ROUTERS[name]
-    logits, bias = router_inputs(spec, T=40)
-    leaf, twin = logits.clone().requires_grad_(), logits.double().requires_grad_()
-    weights, ids = route(leaf, bias, str(spec))
-    want_weights, want_ids = reference.route(spec, logits, bias)
+    logits, bias, scale = router_inputs(spec, T=40)
+    leaves = [logits.clone().requires_grad_(), *([] if scale is None else [scale.clone().requires_grad_()])]
+    twins = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    weights, ids = route(leaves[0], bias, leaves[1] if scale is not None else None, str(spec))
+    want_weights, want_ids = reference.route(spec, logits, bias, scale)
     assert torch.equal(ids, want_ids)
     assert torch.equal(weights, want_weights)
     dout = torch.randn(weights.shape).to(weights.dtype)
-    (got,) = torch.autograd.grad(weights, leaf, dout)
+    got = torch.autograd.grad(weights, leaves, dout)
     exact = dataclasses.replace(spec, score_dtype="f64", logits="f64", out="f64")
-    exact_weights, exact_ids = reference.route(exact, twin, bias)
+    exact_weights, exact_ids = reference.route(exact, twins[0], bias, twins[1] if scale is not None else None)
     same = (exact_ids == ids).all(1)  # ties in bf16 may resolve otherwise; rows are independent
     assert same.float().mean() > 0.9
-    (want,) = torch.autograd.grad(exact_weights, twin, dout.double())
-    assert_close(got[same], want[same], spec.logits)
+    want = torch.autograd.grad(exact_weights, twins, dout.double())
+    assert_close(got[0][same], want[0][same], spec.logits)
+    for mine, theirs in zip(got[1:], want[1:], strict=True):
+        assert same.all()
+        assert_close(mine, theirs, "f32")
+
+
+def test_a_gradient_that_nobody_asked_for_is_not_computed():
+    spec = ROUTERS["gemma4"]
+    logits, _, scale = router_inputs(spec)
+    both = torch.autograd.grad(
+        route(logits.requires_grad_(), None, scale.requires_grad_(), str(spec))[0].sum(), (logits, scale)
+    )
+    for leaves, want in (((logits, scale.detach()), both[0]), ((logits.detach(), scale), both[1])):
+        wanted = next(t for t in leaves if t.requires_grad)
+        (got,) = torch.autograd.grad(route(leaves[0], None, leaves[1], str(spec))[0].sum(), wanted)
+        assert torch.equal(got, want)
 
 
 def test_the_selection_bias_gets_no_gradient():
     spec = ROUTERS["deepseek v3"]
-    logits, bias = router_inputs(spec)
-    weights, _ = route(logits.requires_grad_(), bias.requires_grad_(), str(spec))
+    logits, bias, _ = router_inputs(spec)
+    weights, _ = route(logits.requires_grad_(), bias.requires_grad_(), None, str(spec))
     assert torch.autograd.grad(weights.sum(), bias, allow_unused=True) == (None,)
 
 
@@ -148,7 +172,9 @@ def test_double_backward_is_refused():
     with pytest.raises(RuntimeError, match="moe_compile::experts has no gradient of its gradient"):
         grad.sum().backward()
     logits = torch.randn(4, 16, requires_grad=True)
-    (grad,) = torch.autograd.grad(route(logits, None, str(ROUTERS["mixtral"]))[0].sum(), logits, create_graph=True)
+    (grad,) = torch.autograd.grad(
+        route(logits, None, None, str(ROUTERS["mixtral"]))[0].sum(), logits, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="moe_compile::route has no gradient of its gradient"):
         grad.sum().backward()
 
@@ -202,13 +228,13 @@ def test_modes_do_not_change_the_result():
 def test_autocast_changes_no_dtype():
     c = case_of(spec_of("f32"), 9).requires_grad()
     spec = ROUTERS["mixtral"]
-    logits, _ = router_inputs(spec)
+    logits, *_ = router_inputs(spec)
     want, want_grads = call(c), torch.autograd.grad(call(c).sum(), c.leaves())
     with torch.autocast("cpu", torch.bfloat16):
-        out, weights = call(c), route(logits, None, str(spec))[0]
+        out, weights = call(c), route(logits, None, None, str(spec))[0]
         grads = torch.autograd.grad(out.sum(), c.leaves())
     assert torch.equal(out, want)
-    assert torch.equal(weights, route(logits, None, str(spec))[0])
+    assert torch.equal(weights, route(logits, None, None, str(spec))[0])
     for got, want_grad in zip(grads, want_grads, strict=True):
         assert torch.equal(got, want_grad)
 
@@ -229,7 +255,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * 2
-        weights, ids = route(torch.nn.functional.linear(h, self.gate), None, self.router)
+        weights, ids = route(torch.nn.functional.linear(h, self.gate), None, None, self.router)
         return x + experts(h, ids, weights, [self.gate_up], self.down, [], None, self.spec, PLAN)
 
 
@@ -317,12 +343,13 @@ def test_bad_text_and_providers():
 
 def test_bad_router_operands():
     spec = ROUTERS["deepseek v3"]
-    logits, bias = router_inputs(spec)
+    logits, bias, _ = router_inputs(spec)
     for args, message in (
-        ((logits[:, :3], bias), r"logits is torch.float32 \[9, 3\], expected torch.float32 \[T, 16\]"),
-        ((logits.bfloat16(), bias), "logits is torch.bfloat16"),
-        ((logits, None), r"bias is None, expected \[16\]"),
-        ((logits, bias[:3]), r"bias is \[3\], expected \[16\]"),
+        ((logits[:, :3], bias, None), r"logits is torch.float32 \[9, 3\], expected torch.float32 \[T, 16\]"),
+        ((logits.bfloat16(), bias, None), "logits is torch.bfloat16"),
+        ((logits, None, None), r"bias is None, expected \[16\]"),
+        ((logits, bias[:3], None), r"bias is \[3\], expected \[16\]"),
+        ((logits, bias, bias), r"expert_scale is \[16\], expected None"),
     ):
         with pytest.raises(ValueError, match=f"moe_compile::route: {message}"):
             route(*args, str(spec))

@@ -149,6 +149,35 @@ def test_group_limited_greedy():
     assert torch.equal(got[0], weights * 16.0)
 
 
+def test_more_choices_than_the_best_groups_have():
+    """Experts of groups left out are chosen last; they weigh what they scored, or with values=choice what they became."""
+    logits = torch.tensor([[4.0, 3, 2, 1]])
+    fields = {"E": 4, "K": 3, "score": "sigmoid", "groups": 2, "top_groups": 1, "group_score": "max", "logits": "f32"}
+    s = logits.sigmoid()[0]
+    for values, last in (("score", s[2]), ("choice", torch.tensor(0.0))):
+        weights, ids = route(RouterSpec(**fields, values=values), logits)
+        assert ids[0, :2].tolist() == [0, 1]
+        assert ids[0, 2] in (2, 3)
+        if values == "score":
+            last = s[ids[0, 2]]
+        assert torch.equal(weights[0], torch.stack([s[0], s[1], last]))
+
+
+def test_gemma4_scales_each_expert():
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+
+    config = {"rms_norm_eps": 1e-6, "num_experts": E, "top_k_experts": 3}
+    router = _module(Gemma4TextRouter, config, torch.float32)
+    seen = []
+    router.proj.register_forward_hook(lambda module, args, out: seen.append(out))
+    _, weights, ids = router(torch.randn(T, H))
+    got = route(
+        RouterSpec(E=E, K=3, renorm="sum", expert_scale=True, logits="f32"), seen[0], None, router.per_expert_scale
+    )
+    assert torch.equal(got[1], ids)
+    assert torch.equal(got[0], weights)
+
+
 def test_sqrt_softplus_and_late_sigmoid():
     logits = torch.randn(T, E).bfloat16()
     weights, ids = route(RouterSpec(E=E, K=2, score="sqrtsoftplus", scale=1.5), logits)

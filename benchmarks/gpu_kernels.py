@@ -26,6 +26,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from moe_compile.activation import Activation, evaluate
+from moe_compile.hardware import facts
 from moe_compile.kernels import grouped, launch, sort
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
@@ -133,9 +134,9 @@ def error(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 def tactics_of(spec: ExpertsSpec, T: int, device: torch.device) -> list[tuple[Any, Tactic]]:
-    found = [(GROUPED, t) for t, _ in GROUPED.tactics(spec, device, T)]
+    found = [(GROUPED, t) for t, _ in GROUPED.tactics(spec, facts(device), T)]
     if T <= 8:
-        found += [(DECODE, t) for t, _ in DECODE.tactics(spec, device, T)]
+        found += [(DECODE, t) for t, _ in DECODE.tactics(spec, facts(device), T)]
     return found
 
 
@@ -440,7 +441,7 @@ def host_us(name: str) -> dict[str, float]:
     spec, device, out = spec_of(name), torch.device("cuda"), {}
     p, i = weights_of(spec, "cuda"), tokens_of(spec, 4)
     for provider in (GROUPED, DECODE):
-        run = provider.build(provider.tactics(spec, device, 4)[0][0], spec, device)
+        run = provider.build(provider.tactics(spec, facts(device), 4)[0][0], spec, device)
         for n in (20, 200):
             torch.cuda.synchronize()
             began = time.perf_counter()

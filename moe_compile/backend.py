@@ -28,7 +28,7 @@ from .journal import (
     RegionSkipped,
     StageFailed,
 )
-from .options import Options
+from .options import OptionError, Options
 
 _WARNED: set[str] = set()
 
@@ -53,7 +53,7 @@ def moe_backend(
     graph = journal.next_graph()
     with journal.capture() as events:
         try:
-            changed = _transform(gm, graph, ours)
+            changed = _transform(gm, graph, ours, _launch_mode(ours.inner, mode, inner_options))
         except _StageError as failure:
             _give_up(failure, ours)
             _restore(gm, original)
@@ -81,14 +81,19 @@ class _StageError(Exception):
         self.stage, self.error, self.graph = stage, error, graph
 
 
-def _transform(gm: torch.fx.GraphModule, graph: int, options: Options) -> bool:
-    """Recognize, plan and lower, in place; whether anything was replaced. A _StageError names the stage that failed."""
+def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mode: str) -> bool:
+    """Recognize, plan and lower, in place; whether anything was replaced. A _StageError names the stage that failed.
+
+    launch_mode: "graph" where Inductor will replay kernels from CUDA graphs, else "eager": plans differ.
+    """
     seconds: dict[str, float] = {}
 
     def stage(name: str, work: Callable[..., Any], *args: Any) -> Any:
         start = time.perf_counter()
         try:
             return work(*args)
+        except OptionError:
+            raise
         except Exception as error:
             raise _StageError(name, error, graph) from error
         finally:
@@ -119,7 +124,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options) -> bool:
         if skip := _skipped(region, len(chosen), options):
             journal.record(RegionSkipped(graph=graph, region=number, why=skip))
             continue
-        planning = stage("plan", _plan, region.spec.experts, region.device, options.provider)
+        planning = stage("plan", _plan, region.spec.experts, region.device, options, launch_mode)
         journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
         chosen.append(region)
         plans.append((str(planning.plan), fused))
@@ -152,10 +157,13 @@ def _recognize(gm: torch.fx.GraphModule) -> Any:
     return recognize(gm)
 
 
-def _plan(spec: Any, device: torch.device, provider: str) -> Any:
+def _plan(spec: Any, device: torch.device, options: Options, launch_mode: str) -> Any:
+    from .hardware import facts
     from .plan import plan_experts
 
-    return plan_experts(spec, device, provider)
+    return plan_experts(
+        spec, facts(device), options.provider, weight_copy_bytes=options.weight_copy_bytes, mode=launch_mode
+    )
 
 
 def _check_provider(name: str) -> None:
@@ -165,9 +173,10 @@ def _check_provider(name: str) -> None:
 
 
 def _plan_route(spec: Any, device: torch.device, wish: str) -> Any:
+    from .hardware import facts
     from .plan import plan_route
 
-    return plan_route(spec, device, wish)
+    return plan_route(spec, facts(device), wish)
 
 
 def _lower(gm: torch.fx.GraphModule, regions: list[Any], plans: list[tuple[str, bool]]) -> None:
@@ -232,17 +241,27 @@ def _inner(name: str, mode: str | None, options: dict[str, Any]) -> Callable[...
 
 
 def _inductor(mode: str | None, options: dict[str, Any]) -> Callable[..., Any]:
-    """Inductor with a mode's settings and then the options', as torch.compile itself would apply them."""
-    from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches: dict[str, Any] = {}
-    if mode is not None and mode != "default":
-        patches.update(list_mode_options(mode, None))
-    patches.update(options)
+    patches = _patches(mode, options)
 
     def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
         return compiled
 
     return compile_graph
+
+
+def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's settings of a mode and then the options', as torch.compile itself would apply them."""
+    from torch._inductor import list_mode_options
+
+    return {**(list_mode_options(mode, None) if mode not in (None, "default") else {}), **options}
+
+
+def _launch_mode(inner: str, mode: str | None, options: dict[str, Any]) -> str:
+    """ "graph" where Inductor will replay the kernels from CUDA graphs, else "eager": launches' prices differ."""
+    import torch._inductor.config as config
+
+    graphs = inner == "inductor" and _patches(mode, options).get("triton.cudagraphs", config.triton.cudagraphs)
+    return "graph" if graphs else "eager"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,10 @@ def _row(default: Any, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
     return dataclasses.field(default=default, metadata=metadata)
 
 
+class OptionError(ValueError):
+    """What an option asks for can't be had, found out late: raised to the user, never a reason to fall back."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of one compilation. Build it with `parse`, which checks names and values."""
@@ -39,7 +44,14 @@ class Options:
     strict: bool = _row(
         False, "Raise when a stage of ours fails, instead of compiling the graph as it was with one warning."
     )
-    provider: str = _row("auto", "Use this provider for every block it supports, or `auto`: the planner picks.")
+    provider: str = _row(
+        "auto",
+        "Use this candidate for every block that its provider supports: `triton_grouped`, or with some or all of its "
+        "knobs `triton_grouped(M=64)`, as `explain` prints them; `auto`: the planner picks.",
+    )
+    weight_copy_bytes: int = _row(
+        0, "Bytes that a block's kernels may spend on expert weights in a layout of their own, beside the model's."
+    )
     route: str = _row(
         "auto",
         "Whether a recognized router becomes an operator (`op`) or its nodes stay in the graph (`nodes`); `auto`: an "
@@ -60,7 +72,7 @@ class Options:
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         rest: dict[str, Any] = {}
-        for pair in filter(None, map(str.strip, environ.get(ENVIRONMENT, "").split(","))):
+        for pair in filter(None, map(str.strip, re.split(r",(?![^()]*\))", environ.get(ENVIRONMENT, "")))):
             key, equals, raw = map(str.strip, pair.partition("="))
             if not equals:
                 raise ValueError(

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
-from .base import Candidate, Launcher, Plan, Provider, Tactic, Work
+from ..work import Work
+from .base import Candidate, Launcher, Plan, Priced, Provider, Tactic
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Candidate", "ExpertWeights", "Launcher", "Plan", "Provider", "Tactic", "Work", "launcher", "providers"]
+__all__ = [
+    "Candidate", "ExpertWeights", "Launcher", "Plan", "Priced", "Provider", "Tactic", "Work", "launcher", "providers",
+]  # fmt: skip
 
 
 @lru_cache(None)

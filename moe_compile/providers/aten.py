@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from ..activation import evaluate
+from ..hardware import Device, facts
 from ..operands import ExpertWeights, down_EHI, first_EGH, halves
 from ..reference import accumulator
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Verdict
-from .base import Launcher, Provider, Tactic, Work
+from ..work import Passed, Tiled, Work
+from .base import Launcher, Provider, Tactic
 from .routes import Blocks, Grouped, Routes
 from .routes_host import on_host
 
@@ -27,11 +29,11 @@ PATHS: dict[str, Callable[[Tensor, ExpertsSpec], Routes]] = {"hit": on_host, "gr
 UPCAST_NUMEL = 1 << 18
 
 
-def grouped_mm_fits(spec: ExpertsSpec, device: torch.device) -> bool:
+def grouped_mm_fits(spec: ExpertsSpec, device: torch.device | Device) -> bool:
     """Whether torch._grouped_mm takes the spec's matrices: bf16, rows of whole 16 bytes, compute capability 8.0."""
     if spec.x != "bf16" or spec.H % 8 or spec.I % 8 or device.type not in ("cuda", "cpu"):
         return False
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" or facts(device).capability >= (8, 0)
 
 
 def _grouped_mm_reads(t: Tensor) -> bool:
@@ -45,7 +47,7 @@ def grouped_mm_reads(p: ExpertWeights) -> bool:
     return all(map(_grouped_mm_reads, (*p.gate_up, p.down)))
 
 
-def path_of(spec: ExpertsSpec, device: torch.device) -> str:
+def path_of(spec: ExpertsSpec, device: torch.device | Device) -> str:
     """The best path there: "hit" needs counts on the host, which only a CPU has for free."""
     if device.type == "cpu":
         return "hit"
@@ -110,15 +112,17 @@ class Aten(Provider):
     def available(self) -> Verdict:
         return OK
 
-    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+    def supports(self, spec: ExpertsSpec, device: Device) -> Verdict:
         return OK
 
-    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
+    def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
         path = path_of(spec, device)
-        return [(Tactic.of(path=path), _work(spec, path, T))]
+        return [(Tactic.of(path=path), _work(spec, path))]
 
-    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
-        device = torch.device(device)
+    def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
+        return _work(spec, self._path(tactic, spec, device))
+
+    def _path(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device | Device) -> str:
         path = dict(tactic.knobs).get("path") or path_of(spec, device)
         if path not in PATHS or set(dict(tactic.knobs)) - {"path"}:
             raise ValueError(f"aten: tactic {tactic} is not path=hit, path=grouped or path=blocks")
@@ -128,7 +132,11 @@ class Aten(Provider):
             raise ValueError(
                 f"aten: path=grouped needs bf16, H and I in eights, compute capability 8.0; not so: {spec}"
             )
-        routes, out_dtype = PATHS[str(path)], torch_dtype(spec.out)
+        return str(path)
+
+    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
+        path = self._path(tactic, spec, torch.device(device))
+        routes, out_dtype = PATHS[path], torch_dtype(spec.out)
 
         def launch(x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor | None, packed: ExpertWeights) -> Tensor:
             if not x_TH.shape[0]:
@@ -142,14 +150,25 @@ class Aten(Provider):
         return f"aten-1+torch-{torch.__version__}"
 
 
-def _work(spec: ExpertsSpec, path: str, T: int) -> Work:
-    """Uniform routing's expected hits price the weights; rows move once into and once out of every step."""
-    size, R = torch_dtype(spec.x).itemsize, T * spec.K
-    per_expert = (spec.G + spec.I) * spec.H
-    hit = spec.E * (1 - (1 - 1 / spec.E) ** R)
+def _work(spec: ExpertsSpec, path: str) -> Work:
+    """hit: one mm an expert and linear beside about 10 calls that group, activate and combine. grouped: two
+    _grouped_mm beside about 14. blocks: as many again, and each expert's weights are read, written padded, read."""
+    size = torch_dtype(spec.x).itemsize
+    per_expert = (spec.G + spec.I) * spec.H * size
+    linears = tuple(
+        Tiled(
+            name=name, columns=columns, depth=depth, matrices=matrices, M=128, N=128, K=64, warps=8, stages=3,
+            dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size, library=True,
+        )
+        for name, columns, depth, matrices in (("fc1", spec.I, spec.H, spec.G // spec.I), ("fc2", spec.H, spec.I, 1))
+    )  # fmt: skip
     # bytes a row: x read and gathered, gate_up written and read, h likewise, y written and combined
-    rows = R * size * (3 * spec.H + 2 * spec.G + 2 * spec.I + 2 * spec.H) + T * spec.H * size
-    # hit: one mm an expert and linear, beside about 10 calls to group, activate and combine; blocks copies its weights
-    launches = {"hit": 10 + 2 * round(hit), "grouped": 16, "blocks": 40}[path]
-    weight_bytes = hit * per_expert * size * (3 if path == "blocks" else 1)
-    return Work(flop=2.0 * R * per_expert, weight_bytes=weight_bytes, activation_bytes=float(rows), launches=launches)
+    rest = Passed(
+        name="rest",
+        kernels={"hit": 10, "grouped": 14, "blocks": 38}[path],
+        route_bytes=size * (3 * spec.H + 2 * spec.G + 2 * spec.I + 2 * spec.H),
+        token_bytes=size * spec.H,
+        expert_bytes=2 * per_expert if path == "blocks" else 0,
+        expert_launches=2 if path == "hit" else 0,
+    )
+    return Work(steps=(*linears, rest))

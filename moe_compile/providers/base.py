@@ -9,32 +9,19 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
 from ..verdict import OK, Verdict
+from ..work import Work
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What one call does, for pricing: the cost model turns this into seconds.
-
-    flop: multiply-adds counted twice. weight_bytes: expert weights read from memory. activation_bytes: everything
-    else moved. launches: kernels or library calls on the device. tiles: independent units of work, 0 if unknown.
-    """
-
-    flop: float
-    weight_bytes: float
-    activation_bytes: float
-    launches: int
-    tiles: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,6 +90,28 @@ class Plan:
         pairs = [part.partition(":")[::2] for part in text.split(";")]
         return cls(tuple((None if b == "*" else int(b), Candidate.parse(c)) for b, c in pairs))
 
+    @classmethod
+    def of(cls, chosen: Iterable[tuple[int | None, Candidate]]) -> Plan:
+        """The plan of (bound, candidate) pairs in ascending order; neighbours that chose alike become one bucket."""
+        buckets: list[tuple[int | None, Candidate]] = []
+        for bound, candidate in chosen:
+            if buckets and buckets[-1][1] == candidate:
+                buckets.pop()
+            buckets.append((bound, candidate))
+        return cls(tuple(buckets))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priced:
+    """A candidate of one token bucket with the seconds that the cost model predicts for it, and the work it priced."""
+
+    candidate: Candidate
+    seconds: float
+    work: Work
+
+    def __str__(self) -> str:
+        return f"{self.candidate} {1e6 * self.seconds:.1f} us"
+
 
 Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor | None", ExpertWeights], "torch.Tensor"]
 """launcher(hidden_TH, ids_TK, weights_TK or None, packed) -> out_TH; allocates its output and workspace, reads its
@@ -119,12 +128,16 @@ class Provider(ABC):
         """Whether its libraries import, in usable versions. Asked once per process."""
 
     @abstractmethod
-    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
-        """Whether it can run `spec` on `device`, for any T. Pure: reads no environment and no globals."""
+    def supports(self, spec: ExpertsSpec, device: Device) -> Verdict:
+        """Whether it can run `spec` on such a device, for any T. Pure: the device need not be there."""
 
     @abstractmethod
-    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
+    def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
         """Ways to run T tokens, most promising first, each with its work. Never empty where `supports` is Ok."""
+
+    @abstractmethod
+    def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
+        """The work of any tactic that `build` takes. ValueError names knobs that are wrong or don't go together."""
 
     def reads(self, weights: ExpertWeights) -> Verdict:
         """Whether these very tensors can be read in place, asked on each call. Where not, aten runs the call."""

@@ -6,13 +6,14 @@ Invariant: as of triton_grouped: weights in place, torch.empty only, no synchron
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import Verdict
-from .base import Launcher, Provider, Tactic, Work
+from ..work import Work
+from .base import Launcher, Provider, Tactic
 from .triton_grouped import (
     on_device,
     one_stride_pattern,
@@ -20,8 +21,8 @@ from .triton_grouped import (
     triton_supports,
     triton_version,
     whole_knobs,
-    work_of,
 )
+from .triton_work import decode_work
 
 if TYPE_CHECKING:
     import torch
@@ -38,27 +39,20 @@ class TritonDecode(Provider):
     def available(self) -> Verdict:
         return triton_available()
 
-    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+    def supports(self, spec: ExpertsSpec, device: Device) -> Verdict:
         return triton_supports(spec, device)
 
-    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
-        T = max(T, 1)
-        found: dict[Tactic, Work] = {}
-        for knobs in _ranked(spec):
-            first, second = math.ceil(spec.I / knobs["N1"]), math.ceil(spec.H / knobs["N2"])
-            found[Tactic.of(**knobs)] = work_of(
-                spec, T, launches=2, tiles=T * spec.K * first + T * second, y_bytes=0, shared=False
-            )
-        return list(found.items())
+    def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
+        return [(Tactic.of(**knobs), decode_work(spec, knobs)) for knobs in _ranked(spec)]
+
+    def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
+        return decode_work(spec, _checked(tactic))
 
     def reads(self, weights: ExpertWeights) -> Verdict:
         return one_stride_pattern(weights)
 
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
-        k = whole_knobs(self.name, tactic, KNOBS)
-        for name, value in k.items():
-            if value < 1 or value & (value - 1):
-                raise ValueError(f"triton_decode: {name}={value} is not a power of two")
+        k = _checked(tactic)
 
         from ..kernels.decode import Rows, down, up
         from ..kernels.epilogue import epilogue
@@ -87,6 +81,14 @@ class TritonDecode(Provider):
 
     def version(self) -> str:
         return triton_version()
+
+
+def _checked(tactic: Tactic) -> dict[str, int]:
+    k = whole_knobs("triton_decode", tactic, KNOBS)
+    for name, value in k.items():
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"triton_decode: {name}={value} is not a power of two")
+    return k
 
 
 def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:

@@ -13,17 +13,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..hardware import Device, facts
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Reject, Verdict
-from .base import Launcher, Provider, Tactic, Work
+from ..work import Work
+from .base import Launcher, Provider, Tactic
+from .triton_work import BYTES, grouped_work
 
 if TYPE_CHECKING:
     import torch
 
     from ..kernels.grouped import Tile
 
-_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 KNOBS = ("M", "N1", "K1", "W1", "S1", "SWAP1", "TMA1", "N2", "K2", "W2", "S2", "SWAP2", "TMA2")
 
 
@@ -40,8 +42,8 @@ def triton_available() -> Verdict:
     return OK
 
 
-def triton_supports(spec: ExpertsSpec, device: torch.device) -> Verdict:
-    """OK where our kernels run `spec` on `device`."""
+def triton_supports(spec: ExpertsSpec, device: Device) -> Verdict:
+    """OK where our kernels run `spec` on such a device."""
     import torch
     import triton
 
@@ -54,8 +56,8 @@ def triton_supports(spec: ExpertsSpec, device: torch.device) -> Verdict:
         return OK if interpreter else Reject("a CPU needs the interpreter", "TRITON_INTERPRET is not set")
     if device.type != "cuda" or torch.version.hip:
         return Reject("not a CUDA device", str(device))
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return Reject("compute capability below 8.0", torch.cuda.get_device_name(device))
+    if device.capability < (8, 0):
+        return Reject("compute capability below 8.0", str(device))
     return OK
 
 
@@ -81,20 +83,6 @@ def active_experts(spec: ExpertsSpec, T: int) -> float:
     return spec.E * (1 - (1 - min(spec.K, spec.E) / spec.E) ** T)
 
 
-def work_of(spec: ExpertsSpec, T: int, *, launches: int, tiles: int, y_bytes: int, shared: bool = True) -> Work:
-    """The work of T tokens. y_bytes: moved for each element of y_RH between fc2 and finalize; shared: an expert's
-    weights are read once for all its routes."""
-    size, R = _BYTES[spec.x], T * spec.K
-    readings = active_experts(spec, T) if shared else R
-    return Work(
-        flop=2.0 * R * spec.H * (spec.G + spec.I),
-        weight_bytes=readings * spec.H * (spec.G + spec.I) * size,
-        activation_bytes=T * spec.H * (size + _BYTES[spec.out]) + 2 * R * spec.I * size + R * spec.H * y_bytes,
-        launches=launches,
-        tiles=tiles,
-    )
-
-
 class TritonGrouped(Provider):
     """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile; for the first and the
     second linear N, K, W(arps), S(tages), SWAP and TMA, all as in kernels.grouped.Tile."""
@@ -104,24 +92,17 @@ class TritonGrouped(Provider):
     def available(self) -> Verdict:
         return triton_available()
 
-    def supports(self, spec: ExpertsSpec, device: torch.device) -> Verdict:
+    def supports(self, spec: ExpertsSpec, device: Device) -> Verdict:
         return triton_supports(spec, device)
 
-    def tactics(self, spec: ExpertsSpec, device: torch.device, T: int) -> list[tuple[Tactic, Work]]:
-        from ..kernels.sort import sort_launches, tile_bound
-
+    def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
         T = max(T, 1)
-        R = T * spec.K
-        found: dict[Tactic, Work] = {}
-        ranked = _ranked(spec, R, active_experts(spec, T), hopper(device))
+        ranked = _ranked(spec, T * spec.K, active_experts(spec, T), hopper(device))
         ranked = [k for k in ranked if _shared_bytes(k, spec) <= shared_limit(device)]
-        for knobs in ranked or [_SMALL]:
-            columns = math.ceil(spec.I / int(knobs["N1"])) + math.ceil(spec.H / int(knobs["N2"]))
-            found[Tactic.of(**knobs)] = work_of(
-                spec, T, launches=3 + sort_launches(R, spec.E),
-                tiles=tile_bound(R, spec.E, int(knobs["M"])) * columns, y_bytes=2 * _BYTES[spec.x],
-            )  # fmt: skip
-        return list(found.items())
+        return [(Tactic.of(**knobs), grouped_work(spec, knobs)) for knobs in ranked or [_SMALL]]
+
+    def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
+        return grouped_work(spec, checked_knobs(tactic, spec, device))
 
     def reads(self, weights: ExpertWeights) -> Verdict:
         return one_stride_pattern(weights)
@@ -183,10 +164,8 @@ def whole_knobs(provider: str, tactic: Tactic, names: tuple[str, ...]) -> dict[s
     return {name: int(value) for name, value in tactic.knobs}
 
 
-def tiles_of(tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> tuple[Tile, Tile]:
-    """Tiles of fc1 and fc2. ValueError names a knob that is unknown, missing or can't run on the device."""
-    from ..kernels.grouped import Tile
-
+def checked_knobs(tactic: Tactic, spec: ExpertsSpec, device: torch.device | Device) -> dict[str, int]:
+    """The tactic's knobs. ValueError names those that are unknown, missing or can't run on the device."""
     k = whole_knobs("triton_grouped", tactic, KNOBS)
     for name, value in k.items():
         if name[0] in "MNKW" and (value < (1 if name[0] == "W" else 16) or value & (value - 1)):
@@ -195,6 +174,14 @@ def tiles_of(tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> tuple[T
         raise ValueError("triton_grouped: TMA1=1 and TMA2=1 need compute capability 9.0")
     if (need := _shared_bytes(k, spec)) > (most := shared_limit(device)):
         raise ValueError(f"triton_grouped: {tactic} needs {need} bytes of shared memory, {device} has {most}")
+    return k
+
+
+def tiles_of(tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> tuple[Tile, Tile]:
+    """Tiles of fc1 and fc2, checked."""
+    from ..kernels.grouped import Tile
+
+    k = checked_knobs(tactic, spec, device)
     first, second = (
         Tile(
             BLOCK_M=k["M"], BLOCK_N=k[f"N{i}"], BLOCK_K=k[f"K{i}"], warps=k[f"W{i}"], stages=k[f"S{i}"],
@@ -208,24 +195,17 @@ def tiles_of(tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> tuple[T
 def _shared_bytes(k: dict[str, int], spec: ExpertsSpec) -> int:
     """What the stages of the larger linear hold."""
     columns = {1: k["N1"] * (2 if spec.gated else 1), 2: k["N2"]}
-    return max(k[f"S{i}"] * k[f"K{i}"] * (k["M"] + n) * _BYTES[spec.x] for i, n in columns.items())
+    return max(k[f"S{i}"] * k[f"K{i}"] * (k["M"] + n) * BYTES[spec.x] for i, n in columns.items())
 
 
-@lru_cache(None)
-def shared_limit(device: torch.device) -> int:
+def shared_limit(device: torch.device | Device) -> int:
     """Bytes of shared memory that a program may have (227 KiB on Hopper, also assumed of the interpreter)."""
-    import torch
-
-    on_gpu = device.type == "cuda" and torch.cuda.is_available()
-    properties = torch.cuda.get_device_properties(device) if on_gpu else None
-    return int(getattr(properties, "shared_memory_per_block_optin", 227 * 1024))
+    return facts(device).shared_bytes
 
 
-def hopper(device: torch.device) -> bool:
+def hopper(device: torch.device | Device) -> bool:
     """Whether the device has tensor descriptors (TMA) and programmatic dependent launch (PDL)."""
-    import torch
-
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return facts(device).capability >= (9, 0)
 
 
 def _ranked(spec: ExpertsSpec, routes: int, active: float, tma: bool) -> list[dict[str, int]]:

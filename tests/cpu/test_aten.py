@@ -8,6 +8,8 @@ import pytest
 import torch
 from operand_cases import OAI, Case, assert_close, case_of, layout_id, layouts, spec_of
 
+from moe_compile import cost
+from moe_compile.hardware import facts
 from moe_compile.providers import ExpertWeights, Tactic
 from moe_compile.providers.aten import PATHS, Aten, grouped_mm_fits, path_of
 from moe_compile.providers.aten_backward import backward
@@ -274,12 +276,13 @@ def test_contract():
     assert aten.supports(spec, CPU)
     p = case_of(spec, 1).p
     assert aten.prepare(p, spec) == (p, 0)
-    ((tactic, work),) = aten.tactics(spec, CPU, 16)
+    device = facts(CPU)
+    ((tactic, work),) = aten.tactics(spec, device, 16)
     assert str(tactic) == "path=hit"
-    assert work.flop == 2 * 16 * 8 * 3 * 32 * 16
-    assert 0 < work.weight_bytes <= 64 * 3 * 32 * 16 * 2
-    (_, one), (_, many) = aten.tactics(spec, CPU, 1) + aten.tactics(spec, CPU, 4096)
-    assert one.weight_bytes < work.weight_bytes < many.weight_bytes
+    assert work == aten.work(tactic, spec, device)
+    one, some, many = (cost.estimate(work, device, cost.Load.uniform(64, 8), T) for T in (1, 16, 4096))
+    assert some.total("flop") == 2 * 16 * 8 * 3 * 32 * 16
+    assert one.total("weights") < some.total("weights") < many.total("weights") <= 64 * 3 * 32 * 16 * 2
     assert torch.__version__ in aten.version()
 
 

@@ -18,6 +18,7 @@ def test_defaults_and_rest():
         "inner": "inductor",
         "strict": False,
         "provider": "auto",
+        "weight_copy_bytes": 0,
         "route": "auto",
         "only": "*",
         "fuel": -1,
@@ -102,3 +103,8 @@ def test_every_option_is_documented():
     for field in dataclasses.fields(Options):
         assert f"| `moe.{field.name}` |" in markdown()
         assert field.metadata["doc"].endswith(".")
+
+
+def test_a_comma_inside_parentheses_is_the_candidates():
+    options, _ = Options.parse({}, {"MOE_COMPILE": "provider=triton_grouped(M=64,N1=32),weight_copy_bytes=1024"})
+    assert (options.provider, options.weight_copy_bytes) == ("triton_grouped(M=64,N1=32)", 1024)

@@ -17,7 +17,7 @@ HEAVY = {"triton", "flashinfer", "sympy", "transformers"}
 # are the design's.
 LEVELS = [
     {"verdict", "options", "journal", "hardware", "bench"},
-    {"activation", "nodes", "spec"},
+    {"activation", "nodes", "spec", "work"},
     {"operands"},
     {"reference", "formats", "cost"},
     {"canonical", "kernels", "algebra"},

@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
+from moe_compile import cost
 from moe_compile.activation import Activation
+from moe_compile.hardware import facts
 from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_decode import TritonDecode
 from moe_compile.providers.triton_grouped import TritonGrouped
@@ -17,6 +19,7 @@ from moe_compile.verdict import Reject
 
 pytest.importorskip("triton")
 CPU = torch.device("cpu")
+DEVICE = facts(CPU)
 BOTH = (TritonGrouped(), TritonDecode())
 
 
@@ -31,7 +34,7 @@ def knobs(tactic: Tactic) -> dict[str, int | str]:
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter is on")
 @pytest.mark.parametrize("provider", BOTH, ids=lambda p: p.name)
 def test_a_cpu_without_the_interpreter_is_refused(provider):
-    verdict = provider.supports(qwen3_30b(), CPU)
+    verdict = provider.supports(qwen3_30b(), DEVICE)
     assert isinstance(verdict, Reject)
     assert verdict.reason == "a CPU needs the interpreter"
     if not torch.cuda.is_available():
@@ -40,37 +43,40 @@ def test_a_cpu_without_the_interpreter_is_refused(provider):
 
 @pytest.mark.parametrize("provider", BOTH, ids=lambda p: p.name)
 def test_fp64_is_refused(provider):
-    assert provider.supports(qwen3_30b(x="f64", out="f64"), CPU).reason == "fp64 is not supported"
+    assert provider.supports(qwen3_30b(x="f64", out="f64"), DEVICE).reason == "fp64 is not supported"
 
 
 @pytest.mark.parametrize(("T", "height"), [(1, 16), (64, 16), (256, 32), (512, 64), (1024, 128), (16384, 128)])
 def test_the_tile_is_the_power_of_two_from_1_5_rows_an_expert_up(T, height):
-    tactic, work = TritonGrouped().tactics(qwen3_30b(), CPU, T)[0]
+    tactic, work = TritonGrouped().tactics(qwen3_30b(), DEVICE, T)[0]
     assert knobs(tactic)["M"] == height
-    assert work.launches == (4 if T * 8 <= 2048 else 6)
+    priced = cost.estimate(work, DEVICE, cost.Load.uniform(128, 8), T)
+    assert priced.total("launches") == (4 if T * 8 <= 2048 else 6)
 
 
 def test_rows_an_expert_decide_not_tokens():
-    few = TritonGrouped().tactics(qwen3_30b(E=16, K=1), CPU, 1024)[0][0]
-    many = TritonGrouped().tactics(qwen3_30b(), CPU, 1024)[0][0]
+    few = TritonGrouped().tactics(qwen3_30b(E=16, K=1), DEVICE, 1024)[0][0]
+    many = TritonGrouped().tactics(qwen3_30b(), DEVICE, 1024)[0][0]
     assert knobs(few)["M"] == knobs(many)["M"] == 128
 
 
 def test_n_contiguous_weights_are_read_in_wide_rows():
     spec = qwen3_30b(gate_up=Layout(storage="EHG", halves="gate_up_interleaved"), down="EIH")
-    grouped = knobs(TritonGrouped().tactics(spec, CPU, 64)[0][0])
+    grouped = knobs(TritonGrouped().tactics(spec, DEVICE, 64)[0][0])
     assert (grouped["N1"], grouped["K1"], grouped["N2"], grouped["K2"]) == (64, 64, 128, 64)
-    decode = knobs(TritonDecode().tactics(spec, CPU, 1)[0][0])
+    decode = knobs(TritonDecode().tactics(spec, DEVICE, 1)[0][0])
     assert decode["N1"] * 2 >= 32  # 64 bytes
     assert decode["N2"] >= 32
 
 
 def test_decode_reads_a_shared_expert_twice_and_says_so():
     spec = qwen3_30b(E=8, K=2)
-    (_, grouped), (_, decode) = TritonGrouped().tactics(spec, CPU, 32)[0], TritonDecode().tactics(spec, CPU, 32)[0]
-    assert decode.flop == grouped.flop
-    assert decode.weight_bytes == pytest.approx(8 * grouped.weight_bytes, rel=0.01)
-    assert decode.launches == 2
+    (_, grouped), (_, decode) = (p.tactics(spec, DEVICE, 32)[0] for p in BOTH)
+    uniform = cost.Load.uniform(8, 2)
+    decoded, tiled = (cost.estimate(work, DEVICE, uniform, 32) for work in (decode, grouped))
+    assert decoded.total("flop") == tiled.total("flop")
+    assert decoded.total("weights") + decoded.total("rereads") == pytest.approx(8 * tiled.total("weights"), rel=0.01)
+    assert decoded.total("launches") == 2
 
 
 def test_importing_providers_needs_no_triton():

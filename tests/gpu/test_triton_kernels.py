@@ -7,6 +7,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 pytest.importorskip("triton")
 
 from moe_compile.activation import Activation, evaluate  # noqa: E402
+from moe_compile.hardware import facts  # noqa: E402
 from moe_compile.kernels.grouped import gate_and_up  # noqa: E402
 from moe_compile.kernels.sort import sort_routes, sort_routes_reference  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
@@ -71,8 +72,8 @@ def check(spec: ExpertsSpec, T: int, inputs=None, tactics: int = 1, tokens: list
     tokens = tokens or sorted({0, T // 3, T - 1})
     want = exact(spec, tokens, *inputs)
     for provider in PROVIDERS:
-        assert provider.supports(spec, GPU)
-        for tactic, _ in provider.tactics(spec, GPU, T)[:tactics]:
+        assert provider.supports(spec, facts(GPU))
+        for tactic, _ in provider.tactics(spec, facts(GPU), T)[:tactics]:
             run = provider.build(tactic, spec, GPU)
             got = run(*inputs)
             assert got.isfinite().all()
@@ -120,7 +121,7 @@ def test_sentinels_never_touch_poisoned_weights():
         tensor[7] = float("nan")
     check(spec, 300, (x, ids, weights, p), tokens=[0, 4, 17, 299])
     for provider in PROVIDERS:
-        run = provider.build(provider.tactics(spec, GPU, 300)[0][0], spec, GPU)
+        run = provider.build(provider.tactics(spec, facts(GPU), 300)[0][0], spec, GPU)
         assert not run(x, ids, weights, p)[5].any()
 
 
@@ -142,7 +143,7 @@ def test_routes_past_2_to_the_31():
     spec = spec_of(E=8, K=8, H=2048, I=64)  # y_RH has 2.3e9 numbers
     T = 140_000
     inputs = draw(spec, T)
-    run = PROVIDERS[0].build(PROVIDERS[0].tactics(spec, GPU, T)[0][0], spec, GPU)
+    run = PROVIDERS[0].build(PROVIDERS[0].tactics(spec, facts(GPU), T)[0][0], spec, GPU)
     tokens = [0, T // 2, T - 1]
     want = exact(spec, tokens, *inputs)
     assert ((run(*inputs)[tokens].double() - want).norm() / want.norm()).item() < LIMIT["bf16"]

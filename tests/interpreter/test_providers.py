@@ -8,7 +8,9 @@ import dataclasses
 import pytest
 import torch
 
+from moe_compile import cost
 from moe_compile.activation import Activation, evaluate
+from moe_compile.hardware import facts
 from moe_compile.kernels import decode, grouped
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
@@ -228,24 +230,27 @@ def test_runs_twice_bitwise():
 
 
 def test_every_ranked_tactic_builds_and_states_its_work():
+    device = facts(CPU)
     for provider in (TritonGrouped(), TritonDecode()):
         for x in ("f32", "f16", "bf16"):
             spec = spec_of(E=128, K=8, H=2048, I=768, x=x, out=x)
             for T in (0, 1, 16, 300, 5000):
-                ranked = provider.tactics(spec, CPU, T)
+                ranked = provider.tactics(spec, device, T)
                 assert ranked
                 for tactic, work in ranked:
                     assert callable(provider.build(tactic, spec, CPU))
-                    assert work.flop == 2 * max(T, 1) * 8 * 3 * 2048 * 768
-                    assert work.weight_bytes > 0
-                    assert work.tiles > 0
+                    assert work == provider.work(tactic, spec, device)
+                    priced = cost.estimate(work, device, cost.Load.uniform(128, 8), max(T, 1))
+                    assert priced.total("flop") == 2 * max(T, 1) * 8 * 3 * 2048 * 768
+                    assert priced.total("weights") > 0
+                    assert priced.seconds > 0
 
 
 def test_verdicts():
     for provider in (TritonGrouped(), TritonDecode()):
         assert provider.available() == OK
-        assert provider.supports(spec_of(), CPU) == OK
-        verdict = provider.supports(spec_of(x="f64"), CPU)
+        assert provider.supports(spec_of(), facts(CPU)) == OK
+        verdict = provider.supports(spec_of(x="f64"), facts(CPU))
         assert isinstance(verdict, Reject)
         assert verdict.reason == "fp64 is not supported"
         assert provider.version().count("+") >= 1

@@ -1,0 +1,51 @@
+"""The work of our Triton kernels' tactics: in, a spec and a tactic's knobs; out, the Work that the cost model prices.
+
+One function a provider, each a transcription of what its `run` launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..spec import ExpertsSpec
+from ..work import Passed, Sorted, Streamed, Tiled, Work
+
+BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+FUSED_ROUTES, FUSED_COUNTS = 2048, 1 << 19  # as kernels/sort.py, whose import needs triton
+
+
+def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
+    """Sort, fc1, fc2, finalize."""
+    size = BYTES[spec.x]
+    gate_up = spec.G // spec.I
+    first, second = (
+        Tiled(
+            name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"],
+            K=knobs[f"K{i}"], warps=knobs[f"W{i}"], stages=knobs[f"S{i}"], swap=bool(knobs[f"SWAP{i}"]),
+            tma=bool(knobs[f"TMA{i}"]), along="depth" if deep else "columns", dtype=spec.x, x_bytes=size,
+            weight_bytes=size, out_bytes=size,
+        )
+        for i, columns, depth, matrices, deep in (
+            (1, spec.I, spec.H, gate_up, spec.gate_up.storage == "EGH"),
+            (2, spec.H, spec.I, 1, spec.down == "EHI"),
+        )
+    )  # fmt: skip
+    bins = max(32, 1 << spec.E.bit_length())
+    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * BYTES[spec.out])
+    return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), first, second, finalize))
+
+
+def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
+    """up for each route, down for each token over all its routes."""
+    size = BYTES[spec.x]
+    up = Streamed(
+        name="up", columns=spec.I, depth=spec.H, matrices=spec.G // spec.I, N=knobs["N1"], K=knobs["K1"],
+        warps=knobs["W1"], along="depth" if spec.gate_up.storage == "EGH" else "columns", x_bytes=size,
+        weight_bytes=size, out_bytes=size,
+    )  # fmt: skip
+    down = Streamed(
+        name="down", columns=spec.H, depth=spec.I, matrices=1, N=knobs["N2"], K=knobs["K2"], warps=knobs["W2"],
+        slots=1 << (spec.K - 1).bit_length(), along="depth" if spec.down == "EHI" else "columns", x_bytes=size,
+        weight_bytes=size, out_bytes=BYTES[spec.out],
+    )  # fmt: skip
+    return Work(steps=(up, down))

@@ -1,0 +1,91 @@
+"""What a call does, step by step, as providers state it and the cost model prices it.
+
+A `Work` is the launches of one tactic, in order, free of T: the same Work is priced at any token count, so two of them
+can be solved for the T where they cost the same. Sizes are of the spec, tiles of the tactic; nothing here is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiled:
+    """A grouped linear on tensor cores: a program computes M routes of one expert x N columns, walking K of the depth.
+
+    columns, depth: of y[r, columns] = x[r, depth] @ W[e]^T. matrices: weight matrices read side by side for a column (2
+    with a gate). weight_bytes: of one weight element (17/32 for MXFP4). dtype: of the operands of the product. swap:
+    the weights are the tall operand of the tensor cores, and M the narrow one. along: "depth" or "columns", the axis
+    on which weights are contiguous. out_bytes: stored for each element of y. library: not a kernel of ours.
+    """
+
+    name: str
+    columns: int
+    depth: int
+    matrices: int
+    M: int
+    N: int
+    K: int
+    warps: int
+    stages: int
+    swap: bool = False
+    tma: bool = False
+    along: str = "depth"
+    dtype: str = "bf16"
+    x_bytes: float = 2
+    weight_bytes: float = 2
+    out_bytes: float = 2
+    library: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streamed:
+    """A linear by FMAs, weights streamed for each route or token: a program holds N weight rows x K columns at a time.
+
+    slots: 0 where a program serves one route; else it serves a token and holds the rows of `slots` routes at once.
+    Other fields as in Tiled. An expert that two routes share is read for each.
+    """
+
+    name: str
+    columns: int
+    depth: int
+    matrices: int
+    N: int
+    K: int
+    warps: int
+    slots: int = 0
+    along: str = "depth"
+    x_bytes: float = 2
+    weight_bytes: float = 2
+    out_bytes: float = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sorted:
+    """Routes into expert order: one launch up to `single` routes, three beyond."""
+
+    name: str = "sort"
+    single: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """Launches that move bytes: `kernels` and so many more for each active expert; bytes a token, route and expert."""
+
+    name: str
+    kernels: int = 1
+    token_bytes: float = 0
+    route_bytes: float = 0
+    expert_bytes: float = 0
+    expert_launches: float = 0
+
+
+Step = Tiled | Streamed | Sorted | Passed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The steps of a tactic. copied_bytes: weights that it keeps in a layout of its own, beside the model's."""
+
+    steps: tuple[Step, ...]
+    copied_bytes: int = 0

@@ -147,14 +147,11 @@ def normal(*shape, scale=1.0, dtype=torch_dtype(SPEC.x)):
     return (torch.randn(shape, generator=random, device=DEVICE) * scale).to(dtype)
 
 
-*first, down = SPEC.weight_shapes()
-rows = SPEC.I if len(first) == 2 else SPEC.G
-w = ExpertWeights(
-    gate_up=tuple(normal(*shape, scale=SPEC.H**-0.5) for shape in first),
-    down=normal(*down, scale=SPEC.I**-0.5),
-    gate_up_bias=tuple(normal(SPEC.E, rows) for _ in first) if SPEC.has_gate_up_bias else (),
-    down_bias=normal(SPEC.E, SPEC.H) if SPEC.has_down_bias else None,
-)
+arguments = []
+for tensors, scale in zip(SPEC.operand_shapes(), (SPEC.H**-0.5, SPEC.I**-0.5, 1.0, 1.0), strict=True):
+    arguments.append([normal(*shape, scale=scale) for shape in tensors])
+arguments.append(normal(SPEC.H) if SPEC.post == "scaled_rms" else None)
+w = ExpertWeights.of(SPEC, *arguments)
 hidden_TH = normal(T, SPEC.H)
 # Experts of unequal popularity, as in trained models: K distinct ones a token.
 popularity_E = torch.linspace(0, -3, SPEC.E, device=DEVICE)
@@ -164,7 +161,7 @@ if SPEC.weight == "none":
     weights_TK = None
 
 got = torch.ops.moe_compile.experts(
-    hidden_TH, ids_TK, weights_TK, list(w.gate_up), w.down, list(w.gate_up_bias), w.down_bias, str(SPEC), PLAN
+    hidden_TH, ids_TK, weights_TK, *arguments, str(SPEC), PLAN
 ).double()
 want = reference.experts(reference.exact(SPEC), hidden_TH, ids_TK, weights_TK, w).double()
 

@@ -67,8 +67,8 @@ def _lower(
             ids = _flattened(emit, match.ids, spec.experts.K)
             weights = None if match.weights is None else _flattened(emit, match.weights, spec.experts.K)
         out = emit(
-            torch.ops.moe_compile.experts.default, hidden, ids, weights, list(match.gate_up), match.down,
-            list(match.gate_up_bias), match.down_bias, str(spec.experts), plan,
+            torch.ops.moe_compile.experts.default, hidden, ids, weights, list(match.gate_up), list(match.down),
+            list(match.gate_up_bias), list(match.down_bias), match.post_scale, str(spec.experts), plan,
         )  # fmt: skip
         shape = fake(root).shape
         if len(shape) != 2:

@@ -28,8 +28,8 @@ _BYPASSED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 for _key in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"):
     _BYPASSED = _BYPASSED | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{_key}"))
 _OPERANDS = (
-    "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor down, Tensor[] gate_up_bias, "
-    "Tensor? down_bias, str spec"
+    "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor[] down, Tensor[] gate_up_bias, "
+    "Tensor[] down_bias, Tensor? post_scale, str spec"
 )
 for _schema in (
     f"experts({_OPERANDS}, str plan) -> Tensor",
@@ -65,27 +65,24 @@ def _experts(
     ids: Tensor,
     weights: Tensor | None,
     gate_up: Sequence[Tensor],
-    down: Tensor,
+    down: Sequence[Tensor],
     gate_up_bias: Sequence[Tensor],
-    down_bias: Tensor | None,
+    down_bias: Sequence[Tensor],
+    post_scale: Tensor | None,
     spec: str,
     plan: str,
 ) -> Tensor:
     """out_TH in spec.out, contiguous, of hidden [T, H], ids [T, K] int64 or int32 and weights [T, K] in spec.w.
 
-    The expert weights are in the native layout (operands.py). ValueError names an operand that the spec contradicts.
+    The experts' operands are as ExpertWeights.of takes them, in the native layout (operands.py). ValueError names an
+    operand that the spec contradicts.
     """
     call = _call(spec, plan, hidden.device)
-    call.check(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias)
+    call.check(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, post_scale)
     launch = call.only or call.launcher(hidden.shape[0])
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        return launch(hidden, ids, weights, _operands(gate_up, down, gate_up_bias, down_bias))
-
-
-def _operands(
-    gate_up: Sequence[Tensor], down: Tensor, gate_up_bias: Sequence[Tensor], down_bias: Tensor | None
-) -> ExpertWeights:
-    return ExpertWeights(gate_up=tuple(gate_up), down=down, gate_up_bias=tuple(gate_up_bias), down_bias=down_bias)
+        packed = ExpertWeights.of(call.spec, gate_up, down, gate_up_bias, down_bias, post_scale)
+        return launch(hidden, ids, weights, packed)
 
 
 def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
@@ -97,59 +94,46 @@ def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
 
 
 def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, ctx.spec, _ = inputs
-    ctx.split = (len(gate_up), len(gate_up_bias))
-    ctx.save_for_backward(hidden, ids, weights, down, down_bias, *gate_up, *gate_up_bias)
+    *single, post_scale, ctx.spec, _ = inputs
+    hidden, ids, weights, *lists = single
+    ctx.lengths = list(map(len, lists))
+    ctx.save_for_backward(hidden, ids, weights, post_scale, *(t for several in lists for t in several))
 
 
 def _experts_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    hidden, ids, weights, down, down_bias, *rest = ctx.saved_tensors
-    gate_up, gate_up_bias = rest[: ctx.split[0]], rest[ctx.split[0] :]
-    need = ctx.needs_input_grad
-    needs = [need[0], need[2], *need[3], need[4], *need[5], *([] if down_bias is None else [need[6]])]
+    hidden, ids, weights, post_scale, *rest = ctx.saved_tensors
+    lists = _split(rest, ctx.lengths)
+    of_hidden, _, of_weights, *of_lists, of_scale, _, _ = ctx.needs_input_grad
+    needs = [of_hidden, of_weights, *(n for several in of_lists for n in several)]
+    needs += [] if post_scale is None else [of_scale]
     grads = iter(
-        torch.ops.moe_compile.experts_backward(
-            grad, hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, ctx.spec, needs
-        )
+        torch.ops.moe_compile.experts_backward(grad, hidden, ids, weights, *lists, post_scale, ctx.spec, needs)
     )
-    each = [next(grads) if n else None for n in needs]
-    n = ctx.split[0]
-    last = None if down_bias is None else each[-1]
-    return each[0], None, each[1], each[2 : 2 + n], each[2 + n], each[3 + n : 3 + n + ctx.split[1]], last, None, None
+    d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
+    d_scale = None if post_scale is None else each.pop()
+    return d_hidden, None, d_weights, *_split(each, ctx.lengths), d_scale, None, None
 
 
-def _experts_backward(
-    grad: Tensor,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor | None,
-    gate_up: Sequence[Tensor],
-    down: Tensor,
-    gate_up_bias: Sequence[Tensor],
-    down_bias: Tensor | None,
-    spec: str,
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    """The gradients of [hidden, weights, *gate_up, down, *gate_up_bias, down_bias if there] that `needs` names."""
-    operands = _operands(gate_up, down, gate_up_bias, down_bias)
+def _split(several: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    found = iter(several)
+    return [[next(found) for _ in range(n)] for n in lengths]
+
+
+def _experts_backward(grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> list[Tensor]:
+    """The gradients of [hidden, weights, *gate_up, *down, *gate_up_bias, *down_bias, post_scale if there] that `needs`
+    names."""
+    *operands, spec, needs = rest
+    parsed = ExpertsSpec.parse(spec)
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        return _aten_backward(ExpertsSpec.parse(spec), grad, hidden, ids, weights, operands, needs)
+        packed = ExpertWeights.of(parsed, *operands)
+        return _aten_backward(parsed, grad, hidden, ids, weights, packed, needs)
 
 
 def _experts_backward_fake(
-    grad: Tensor,
-    hidden: Tensor,
-    ids: Tensor,
-    weights: Tensor | None,
-    gate_up: Sequence[Tensor],
-    down: Tensor,
-    gate_up_bias: Sequence[Tensor],
-    down_bias: Tensor | None,
-    spec: str,
-    needs: Sequence[bool],
+    grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    operands = _operands(gate_up, down, gate_up_bias, down_bias)
-    each = (hidden, weights, *operands.tensors())
+    *operands, spec, needs = rest
+    each = (hidden, weights, *ExpertWeights.of(ExpertsSpec.parse(spec), *operands).tensors())
     return [t.new_empty(t.shape) for t, need in zip(each, needs, strict=True) if need and t is not None]
 
 

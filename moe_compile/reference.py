@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .activation import evaluate
-from .operands import ExpertWeights, canonical
+from .operands import ExpertWeights, PerExpert, canonical
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
 
@@ -35,7 +35,7 @@ def experts(
     *,
     compute: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """out[t] = sum_k w[t, k] * (down[e] @ cast(act(gate[e] @ x[t], up[e] @ x[t])) + bias), e = ids[t, k]; [T, H].
+    """out[t] = sum_k w[t, k] * post(down[e] @ cast(act(gate[e] @ x[t], up[e] @ x[t])) + bias), e = ids[t, k]; [T, H].
 
     The roundings are the docstring's: the activation's result to spec.x and the sum to spec.out. Everything else is in
     `compute` (accumulator(spec) if None). Routes with ids outside [0, E) contribute 0.
@@ -43,7 +43,7 @@ def experts(
     acc, x_dtype = compute or accumulator(spec), torch_dtype(spec.x)
     view = canonical(spec, weights)
 
-    def linear(x: torch.Tensor, w_ENA: torch.Tensor, bias_EN: torch.Tensor | None, e: int) -> torch.Tensor:
+    def linear(x: torch.Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None, e: int) -> torch.Tensor:
         y = x @ w_ENA[e].to(acc).T
         return y if bias_EN is None else y + bias_EN[e].to(acc)
 
@@ -60,6 +60,10 @@ def experts(
         up = linear(x, view.up_EIH, view.up_bias_EI, e)
         h = evaluate(spec.act.expr, gate, up).to(x_dtype).to(acc)
         y = linear(h, view.down_EHI, view.down_bias_EH, e)
+        if weights.post_scale is not None:
+            y = y * weights.post_scale.to(acc)
+        if spec.post != "none":
+            y = y / (y.square().mean(-1, keepdim=True) + spec.eps).sqrt()
         if w is not None and spec.weight == "output":
             y = y * w
         out_TH = out_TH.index_add(0, t, y)

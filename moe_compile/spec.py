@@ -13,7 +13,12 @@ at least; see reference.py):
 
     g, u = gate_up[e] @ x[t] + gate_up_bias[e]      split into its gate and up rows, each of I
     y    = down[e] @ cast(act(g, u), x.dtype) + down_bias[e]
+    y    = norm(y)                                  post=rms: y / sqrt(mean_h(y^2) + eps); scaled_rms: of y * scale[h]
     out[t] = cast(sum_k w * y, out.dtype)           weight=output; weight=input scales x[t] instead; weight=none: w = 1
+
+tensors=stacked: the experts lie in one tensor with an axis E. tensors=listed: each expert has tensors of its own, of
+the same layout without that axis, and is read where it is. `tensors`, `post` and `eps` are printed where they differ
+from stacked, none and 0.
 
 A route whose id is not in [0, E) contributes exactly 0 (expert-parallel sentinels).
 """
@@ -24,6 +29,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from .activation import Activation
@@ -36,10 +42,14 @@ HALVES = ("gate_up", "up_gate", "gate_up_interleaved", "up_gate_interleaved", "u
 DOWN_STORAGE = ("EHI", "EIH")
 BIASES = ("none", "gate_up", "down", "both")
 WEIGHT_SIDES = ("output", "input", "none")
+TENSORS = ("stacked", "listed")
+POSTS = ("none", "rms", "scaled_rms")
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid")
 GROUP_SCORES = ("none", "max", "top2_sum")
 RENORMS = ("none", "sum", "sum_plus_eps", "sum_at_least_eps")
 VALUES = ("score", "choice")
+
+_QUIET = MappingProxyType({"quiet": True})  # of a field that is printed only where it differs from its default
 
 
 @lru_cache(None)
@@ -91,6 +101,7 @@ class ExpertsSpec:
 
     E experts, K choices per token, H hidden, I intermediate per expert. `x`, `w`, `out` are the dtypes (bf16, f16,
     f32, f64) of the hidden states and expert weights, of the routing weights, and of the result.
+    tensors: one for all experts, or one each. post, eps: what happens to an expert's output before it is weighted.
     """
 
     E: int
@@ -105,6 +116,9 @@ class ExpertsSpec:
     x: str = "bf16"
     w: str = "f32"
     out: str = "bf16"
+    tensors: str = dataclasses.field(default="stacked", metadata=_QUIET)
+    post: str = dataclasses.field(default="none", metadata=_QUIET)
+    eps: float = dataclasses.field(default=0.0, metadata=_QUIET)
 
     def __post_init__(self) -> None:
         for field in ("E", "K", "H", "I"):
@@ -113,6 +127,10 @@ class ExpertsSpec:
         _check("ExpertsSpec", "down", self.down, DOWN_STORAGE)
         _check("ExpertsSpec", "bias", self.bias, BIASES)
         _check("ExpertsSpec", "weight", self.weight, WEIGHT_SIDES)
+        _check("ExpertsSpec", "tensors", self.tensors, TENSORS)
+        _check("ExpertsSpec", "post", self.post, POSTS)
+        if not self.eps >= 0 or (self.eps and self.post == "none"):
+            raise ValueError(f"ExpertsSpec: eps={self.eps} must be at least 0, and 0 with post=none")
         for field in ("x", "w", "out"):
             _check("ExpertsSpec", field, getattr(self, field), DTYPES)
         if self.act.gated == (self.gate_up.halves == "up"):
@@ -136,11 +154,25 @@ class ExpertsSpec:
         return self.bias in ("down", "both")
 
     def weight_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the expert weight tensors, in operand order: gate_up (or gate, up), then down."""
+        """Shapes of the expert weights, in operand order: gate_up (or gate, up), then down; listed, each without E."""
         rows = self.I if self.gate_up.halves == "separate" else self.G
-        first = (self.E, rows, self.H) if self.gate_up.storage == "EGH" else (self.E, self.H, rows)
-        second = (self.E, self.H, self.I) if self.down == "EHI" else (self.E, self.I, self.H)
+        lead = (self.E,) if self.tensors == "stacked" else ()
+        first = (*lead, rows, self.H) if self.gate_up.storage == "EGH" else (*lead, self.H, rows)
+        second = (*lead, self.H, self.I) if self.down == "EHI" else (*lead, self.I, self.H)
         return (first,) * (2 if self.gate_up.halves == "separate" else 1) + (second,)
+
+    def operand_shapes(self) -> tuple[list[tuple[int, ...]], ...]:
+        """Shapes of the tensors in the operator's four lists: gate_up, down, gate_up_bias, down_bias."""
+        *first, second = self.weight_shapes()
+        rows = self.I if self.gate_up.halves == "separate" else self.G
+        lead, each = ((self.E,), 1) if self.tensors == "stacked" else ((), self.E)
+        biases = len(first) * each * self.has_gate_up_bias, each * self.has_down_bias
+        return (
+            [first[0]] * len(first) * each,
+            [second] * each,
+            [(*lead, rows)] * biases[0],
+            [(*lead, self.H)] * biases[1],
+        )
 
     def __str__(self) -> str:
         return _print("experts", self)
@@ -249,6 +281,8 @@ def _print(head: str, spec: Any) -> str:
     parts = []
     for f in dataclasses.fields(spec):
         value = getattr(spec, f.name)
+        if f.metadata.get("quiet") and value == f.default:
+            continue
         parts.append(f"{f.name}={int(value) if isinstance(value, bool) else value}")
     return f"{head}({' '.join(parts)})"
 

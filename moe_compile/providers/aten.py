@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..activation import evaluate
 from ..hardware import Device, facts
-from ..operands import ExpertWeights, down_EHI, first_EGH, halves
+from ..operands import ExpertWeights, Listed, PerExpert, down_EHI, first_EGH, halves
 from ..reference import accumulator
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Verdict
@@ -36,11 +36,14 @@ def grouped_mm_fits(spec: ExpertsSpec, device: torch.device | Device) -> bool:
     return device.type == "cpu" or facts(device).capability >= (8, 0)
 
 
-def _grouped_mm_reads(t: Tensor) -> bool:
+def _grouped_mm_reads(t: PerExpert) -> bool:
     """Whether t starts at and strides by whole 16 bytes, with one unit stride: a view of a parameter need not."""
+    if isinstance(t, Listed):
+        return True  # its stack does
     *_, row, column = (n * t.element_size() for n in t.stride())
     unit, other = min(row, column), max(row, column)
-    return unit == t.element_size() and other % 16 == 0 and t.stride(0) * unit % 16 == 0 and t.data_ptr() % 16 == 0
+    whole = other % 16 == 0 and t.stride(0) * unit % 16 == 0 and t.data_ptr() % 16 == 0
+    return bool(whole and unit == t.element_size())
 
 
 def grouped_mm_reads(p: ExpertWeights) -> bool:
@@ -81,6 +84,15 @@ def activate(spec: ExpertsSpec, gate_up_SG: Tensor) -> Tensor:
     return a_SI
 
 
+def normalized(spec: ExpertsSpec, y_SH: Tensor, scale_H: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(n, r) with z = y * scale (y if None), r = 1 / sqrt(mean_h(z^2) + eps) [S, 1], n = z * r; in the accumulator."""
+    z_SH = y_SH.to(accumulator(spec))
+    if scale_H is not None:
+        z_SH = z_SH * scale_H.to(z_SH.dtype)
+    r_S1 = torch.rsqrt(z_SH.square().mean(-1, keepdim=True) + spec.eps)
+    return z_SH * r_S1, r_S1
+
+
 def scale_rows(x_SH: Tensor, w_S: Tensor) -> Tensor:
     """w[s] * x[s], computed in w's dtype (the accumulator's) and rounded once, to x's."""
     return (x_SH * w_S[:, None]).to(x_SH.dtype)
@@ -101,6 +113,8 @@ def forward(spec: ExpertsSpec, rows: Routes, x_TH: Tensor, w_TK: Tensor | None, 
     del gate_up_SG
     y_SH = rows.linear(h_SI, down_EHI(spec, p), p.down_bias)
     del h_SI
+    if spec.post != "none":
+        y_SH, _ = normalized(spec, y_SH, p.post_scale)
     return rows.combine(y_SH, w_TK, acc).to(torch_dtype(spec.out))
 
 
@@ -152,7 +166,9 @@ class Aten(Provider):
 
 def _work(spec: ExpertsSpec, path: str) -> Work:
     """hit: one mm an expert and linear beside about 10 calls that group, activate and combine. grouped: two
-    _grouped_mm beside about 14. blocks: as many again, and each expert's weights are read, written padded, read."""
+    _grouped_mm beside about 14. blocks: as many again, and each expert's weights are read, written padded, read.
+    Neither of these reads listed experts but from a copy."""
+    copies = (path == "blocks") + (spec.tensors == "listed" and path != "hit")
     size = torch_dtype(spec.x).itemsize
     per_expert = (spec.G + spec.I) * spec.H * size
     linears = tuple(
@@ -168,7 +184,7 @@ def _work(spec: ExpertsSpec, path: str) -> Work:
         kernels={"hit": 10, "grouped": 14, "blocks": 38}[path],
         route_bytes=size * (3 * spec.H + 2 * spec.G + 2 * spec.I + 2 * spec.H),
         token_bytes=size * spec.H,
-        expert_bytes=2 * per_expert if path == "blocks" else 0,
+        expert_bytes=2 * per_expert * copies,
         expert_launches=2 if path == "hit" else 0,
     )
     return Work(steps=(*linears, rest))

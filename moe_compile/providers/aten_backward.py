@@ -13,6 +13,10 @@ With dout the gradient of out[t], b the down bias, a = act(g, u), weight=output:
 Where dv is kept wider than x, dw is taken so, at the activation: y is not computed again, and rounded. Else dw =
 dout . y, as the graph has it: dv sums H terms and y I, mostly fewer, and that error is what is left. With
 weight=input, dv = da, x stands for z = w x, with dz = gate_up[e]^T dgu, dx = w dz and dw = dz . x.
+
+Under a norm of y, n = z r with z = scale y, r = 1 / sqrt(mean_h(z^2) + eps): dn = w dout and dw = dout . n, then
+
+    dz = r (dn - n mean_h(dn n))      dscale = sum_s dz y      dy = scale dz, and dv = down[e]^T dy needs no w
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ..activation import derivative, evaluate
 from ..operands import ExpertWeights, down_EHI, first_EGH, halves
 from ..reference import accumulator
 from ..spec import ExpertsSpec, torch_dtype
-from .aten import PATHS, first_linear, grouped_mm_reads, path_of, scale_rows
+from .aten import PATHS, first_linear, grouped_mm_reads, normalized, path_of, scale_rows
 from .routes import Routes
 
 
@@ -44,14 +48,35 @@ def backward(
 
     `needs` has an entry for weights_TK even where it is None. `path` as in Aten's tactics.
     """
-    wanted = dict(zip(_names(spec), needs, strict=True))
     if not x_TH.shape[0]:
-        tensors = dict(zip(wanted, (x_TH, w_TK, *p.tensors()), strict=True))
-        return [t.new_zeros(t.shape) for name, t in tensors.items() if wanted[name] and t is not None]
+        tensors = (x_TH, w_TK, *p.tensors())
+        return [t.new_zeros(t.shape) for t, need in zip(tensors, needs, strict=True) if need and t is not None]
+    each = _needs_by_name(spec, needs)
+    wanted = {name: any(several) for name, several in each.items()}
     path = path or path_of(spec, x_TH.device)
     rows = PATHS["blocks" if path == "grouped" and not grouped_mm_reads(p) else path](ids_TK, spec)
     grads = _gradients(spec, rows, dout_TH, x_TH, w_TK, p, wanted)
-    return [grads[name].contiguous() for name, need in wanted.items() if need]
+    out = []
+    for name, several in each.items():
+        if _listed(spec, name):  # outputs of an operator don't share memory
+            out += [g.clone() for g, need in zip(grads[name].unbind(0), several, strict=True) if need]
+        elif several[0]:
+            out.append(grads[name].contiguous())
+    return out
+
+
+def _needs_by_name(spec: ExpertsSpec, needs: Sequence[bool]) -> dict[str, list[bool]]:
+    """`needs` by operand: one entry, or E where the experts are listed."""
+    rest, found = list(needs), {}
+    for name in _names(spec):
+        n = spec.E if _listed(spec, name) else 1
+        found[name], rest = rest[:n], rest[n:]
+    assert not rest
+    return found
+
+
+def _listed(spec: ExpertsSpec, name: str) -> bool:
+    return spec.tensors == "listed" and name not in ("hidden", "weights", "post_scale")
 
 
 def _first_names(spec: ExpertsSpec) -> tuple[str, ...]:
@@ -60,7 +85,8 @@ def _first_names(spec: ExpertsSpec) -> tuple[str, ...]:
 
 def _names(spec: ExpertsSpec) -> list[str]:
     biases = [f"{name}_bias" for name in _first_names(spec)] if spec.has_gate_up_bias else []
-    return ["hidden", "weights", *_first_names(spec), "down", *biases, *(["down_bias"] if spec.has_down_bias else [])]
+    last = [*(["down_bias"] if spec.has_down_bias else []), *(["post_scale"] if spec.post == "scaled_rms" else [])]
+    return ["hidden", "weights", *_first_names(spec), "down", *biases, *last]
 
 
 def _gradients(
@@ -82,10 +108,14 @@ def _gradients(
 
     gate, up = halves(spec, first_linear(spec, rows, z_SH, p).to(acc))
     a_SI = evaluate(spec.act.expr, gate, up).to(x_dtype)
+    if spec.post != "none":
+        y_SH = rows.linear(a_SI, down_EHI(spec, p), p.down_bias)
+        dout_SH, of_post = _through_post(spec, rows, y_SH, dout_SH.to(acc), w_S, p.post_scale, wanted)
+        grads.update(of_post)
     dv_SI = rows.precise(dout_SH, down_EHI(spec, p).mT)
     da_SI = dv_SI.to(acc)
     dy_SH = dout_SH.to(acc)
-    if w_S is not None and spec.weight == "output":
+    if w_S is not None and spec.weight == "output" and spec.post == "none":
         if wanted["weights"]:
             if x_dtype == dv_SI.dtype == acc:
                 dw_S = (rows.linear(a_SI, down_EHI(spec, p), p.down_bias) * dy_SH).sum(-1)
@@ -121,3 +151,28 @@ def _gradients(
             grads["weights"] = rows.scatter((dz_SH * x_SH).sum(-1)).to(torch_dtype(spec.w))
         grads["hidden"] = rows.combine(dz_SH, w_TK if spec.weight == "input" else None, acc).to(x_dtype)
     return grads
+
+
+def _through_post(
+    spec: ExpertsSpec,
+    rows: Routes,
+    y_SH: Tensor,
+    dout_SH: Tensor,
+    w_S: Tensor | None,
+    scale_H: Tensor | None,
+    wanted: dict[str, bool],
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(dy_SH, the gradients of weights and post_scale): back through the weighting and the norm of y."""
+    grads: dict[str, Tensor] = {}
+    n_SH, r_S1 = normalized(spec, y_SH, scale_H)
+    dn_SH = dout_SH
+    if w_S is not None and spec.weight == "output":
+        if wanted["weights"]:
+            grads["weights"] = rows.scatter((dout_SH * n_SH).sum(-1)).to(torch_dtype(spec.w))
+        dn_SH = dout_SH * w_S[:, None]
+    dz_SH = r_S1 * (dn_SH - n_SH * (dn_SH * n_SH).mean(-1, keepdim=True))
+    if scale_H is None:
+        return dz_SH, grads
+    if wanted["post_scale"]:
+        grads["post_scale"] = rows.total(dz_SH * y_SH.to(dz_SH.dtype)).sum(0).to(scale_H.dtype)
+    return dz_SH * scale_H.to(dz_SH.dtype), grads

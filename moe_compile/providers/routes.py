@@ -8,6 +8,7 @@ where there is some, is never read back.
     Grouped  torch._grouped_mm over offsets that stay on the device. bf16.
     Blocks   padded blocks of one expert each, bmm over gathered weights in bounded memory. Any device and dtype.
 
+Neither can pick a matrix from a list by a number that the device holds: listed experts are stacked for each product.
 routes_host.py has those of a CPU, where the host knows the counts.
 """
 
@@ -18,6 +19,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from ..operands import PerExpert, stacked
 from ..spec import ExpertsSpec
 
 GATHERED_BYTES = 256 << 20  # the most that Blocks copies of weights at a time
@@ -38,10 +40,12 @@ class Routes(ABC):
         (self.T, self.K), self.E = ids_TK.shape, E
 
     @abstractmethod
-    def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x_SA: Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """y[s] = w[e(s)] @ x[s] + bias[e(s)]: [S, N], in x's dtype, or wider where the bias came after a rounding."""
 
-    def precise(self, x_SA: Tensor, w_ENA: Tensor) -> Tensor:
+    def precise(self, x_SA: Tensor, w_ENA: PerExpert) -> Tensor:
         """`linear` for the backward, in x's dtype or a wider one: on a CPU in the next wider, where that is at hand."""
         return self.linear(x_SA.to(w_ENA.dtype), w_ENA)
 
@@ -54,7 +58,7 @@ class Routes(ABC):
         """sum over the rows s of expert e of a[s]: [E, M] in a's dtype."""
 
     @abstractmethod
-    def of_expert(self, p_EM: Tensor) -> Tensor:
+    def of_expert(self, p_EM: PerExpert) -> Tensor:
         """p[e(s)]: [S, M]."""
 
     @abstractmethod
@@ -92,8 +96,8 @@ class _OnDevice(Routes):
         # row E takes the invalid routes
         return a_SM.new_zeros(self.E + 1, a_SM.shape[1]).index_add_(0, self.expert_S, a_SM)[: self.E]
 
-    def of_expert(self, p_EM: Tensor) -> Tensor:
-        return p_EM.index_select(0, self.expert_S.clamp(max=self.E - 1))
+    def of_expert(self, p_EM: PerExpert) -> Tensor:
+        return stacked(p_EM).index_select(0, self.expert_S.clamp(max=self.E - 1))
 
     def combine(self, y_SH: Tensor, w_TK: Tensor | None, acc: torch.dtype) -> Tensor:
         y_SH = y_SH.to(acc)
@@ -115,8 +119,10 @@ class Grouped(_OnDevice):
         super().__init__(ids_TK, spec.E)
         self.offsets_E = torch.searchsorted(self.expert_S, arange(self.E + 1, self.expert_S)[1:], out_int32=True)
 
-    def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        y_SN = torch._grouped_mm(x_SA, w_ENA.mT, offs=self.offsets_E)
+    def linear(
+        self, x_SA: Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        y_SN = torch._grouped_mm(x_SA, stacked(w_ENA).mT, offs=self.offsets_E)
         if bias_EN is not None:
             y_SN = y_SN.float() + self.of_expert(bias_EN)
         return y_SN if out is None else out.copy_(y_SN)
@@ -151,7 +157,10 @@ class Blocks(_OnDevice):
         n = max(1, GATHERED_BYTES // expert_bytes)
         return [slice(i, i + n) for i in range(0, len(self.row_bB), n)]
 
-    def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x_SA: Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        w_ENA, bias_EN = stacked(w_ENA), None if bias_EN is None else stacked(bias_EN)
         N, A = w_ENA.shape[1:]
         y_SN = x_SA.new_zeros(self.S + 1, N)  # row S takes the padding
         for chunk in self._chunks(N * A * x_SA.element_size()):

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..operands import Listed, PerExpert, stacked
 from ..spec import ExpertsSpec
 from .routes import Routes, arange
 
@@ -33,7 +34,7 @@ class OnHost(Routes):
         """Each expert that has rows, with its rows."""
         raise NotImplementedError
 
-    def precise(self, x_SA: Tensor, w_ENA: Tensor) -> Tensor:
+    def precise(self, x_SA: Tensor, w_ENA: PerExpert) -> Tensor:
         """One expert's weights at a time are widened. In a model's own graph these products may be matrix by vector,
         whose lanes round 0.7 times as much as a matrix product of the same dtype; this keeps below either."""
         wide = torch.float64 if w_ENA.dtype in (torch.float32, torch.float64) else torch.float32
@@ -88,7 +89,9 @@ class Loop(OnHost):
     def blocks(self, x_SA: Tensor) -> Iterable[tuple[int, Tensor]]:
         return zip(self.experts, x_SA.split_with_sizes(self.sizes))
 
-    def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x_SA: Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None = None, out: Tensor | None = None
+    ) -> Tensor:
         narrow = self.T > 1 and self.S <= NARROW * len(self.experts) and x_SA.dtype in (torch.float32, torch.float64)
         if narrow and out is None:
             return self._narrow(x_SA, w_ENA, bias_EN)
@@ -109,7 +112,7 @@ class Loop(OnHost):
                 torch.addmm(bias_EN[e], x, w[e], out=y)
         return out
 
-    def _narrow(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None) -> Tensor:
+    def _narrow(self, x_SA: Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None) -> Tensor:
         """For few rows an expert: w @ x.T into columns, transposed at the end.
 
         MKL takes 10 us for 2 to 4 rows of 256 x 256 so, 24 to 27 us for x @ w.T, and rounds 0.75 times as much (EPYC,
@@ -140,8 +143,9 @@ class Loop(OnHost):
             sums_EM[e] += a.sum(0)
         return sums_EM
 
-    def of_expert(self, p_EM: Tensor) -> Tensor:
+    def of_expert(self, p_EM: PerExpert) -> Tensor:
         index = [e for e, n in zip(self.experts, self.sizes, strict=True) for _ in range(n)]
+        p_EM = stacked(p_EM)
         return p_EM.index_select(0, torch.tensor(index, dtype=torch.int64, device=p_EM.device))
 
 
@@ -162,7 +166,9 @@ class Padded(OnHost):
     def blocks(self, x_SA: Tensor) -> Iterable[tuple[int, Tensor]]:
         return enumerate(x_SA.view(self.E, self.C, -1))
 
-    def linear(self, x_SA: Tensor, w_ENA: Tensor, bias_EN: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x_SA: Tensor, w_ENA: PerExpert, bias_EN: PerExpert | None = None, out: Tensor | None = None
+    ) -> Tensor:
         x_ECA, w_EAN = x_SA.reshape(self.E, self.C, -1), w_ENA.mT
         if self.C <= SWAP and x_SA.dtype == torch.float32:  # operands swapped, as in Loop
             y_ENC = torch.bmm(w_ENA, x_ECA.mT)
@@ -184,8 +190,8 @@ class Padded(OnHost):
     def total(self, a_SM: Tensor) -> Tensor:
         return self._full(a_SM).sum(1)
 
-    def of_expert(self, p_EM: Tensor) -> Tensor:
-        return p_EM.repeat_interleave(self.C, 0)
+    def of_expert(self, p_EM: PerExpert) -> Tensor:
+        return stacked(p_EM).repeat_interleave(self.C, 0)
 
 
 @lru_cache(None)
@@ -199,8 +205,10 @@ def _grouped_mm_takes(dtype: torch.dtype) -> bool:
     return True
 
 
-def _grouped(x_SA: Tensor, w_ENA: Tensor) -> bool:
-    """Whether torch._grouped_mm takes these: a dtype it knows, dense, rows of whole 16 bytes."""
+def _grouped(x_SA: Tensor, w_ENA: PerExpert) -> bool:
+    """Whether torch._grouped_mm takes these: one tensor of a dtype it knows, dense, rows of whole 16 bytes."""
+    if isinstance(w_ENA, Listed):
+        return False
     dense = w_ENA.is_contiguous() or w_ENA.mT.is_contiguous()
     whole = all(n * x_SA.element_size() % 16 == 0 for n in w_ENA.shape[1:])
     aligned = x_SA.data_ptr() % 16 == 0 and w_ENA.data_ptr() % 16 == 0
@@ -237,7 +245,7 @@ def _inverse(route_V: Tensor, row_V: Tensor, routes: int, missing: int) -> Tenso
 
 
 def on_host(ids_TK: Tensor, spec: ExpertsSpec) -> Routes:
-    """Padded where its wasted work costs less than the calls of Loop, else Loop.
+    """Padded where its wasted work costs less than the calls of Loop, else Loop; Loop for listed experts.
 
     A bf16 mm costs 12 us before it begins (oneDNN's wrapper): the time of 1.2e6 multiply-adds, or of reading 300 kB.
     So Padded takes 0.2 to 0.9 of Loop's time. In fp32 it gains only by threading over experts. (EPYC, 2 cores,
@@ -246,6 +254,8 @@ def on_host(ids_TK: Tensor, spec: ExpertsSpec) -> Routes:
     if len(ids_TK) == 1:
         return Loop(ids_TK, spec.E, None)
     order = _Order(ids_TK, spec.E)
+    if spec.tensors == "listed":
+        return Loop(ids_TK, spec.E, order)
     hit, most = spec.E - order.counts.count(0), max(order.counts)
     rows, low = spec.E * most, spec.x in ("bf16", "f16")
     wasted = (rows - order.valid) * (spec.G + spec.I) * spec.H

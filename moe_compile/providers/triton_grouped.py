@@ -49,6 +49,10 @@ def triton_supports(spec: ExpertsSpec, device: Device) -> Verdict:
 
     if "f64" in (spec.x, spec.out):
         return Reject("fp64 is not supported", f"x={spec.x} out={spec.out}")
+    if spec.tensors == "listed":
+        return Reject("experts in tensors of their own", "our kernels address one tensor by expert number")
+    if spec.post != "none":
+        return Reject("a norm of each expert's output", f"post={spec.post} is not in our kernels' epilogues")
     if spec.E > 4096:
         return Reject("too many experts", f"E={spec.E} is over 4096")
     if device.type == "cpu":

@@ -41,16 +41,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The spec, the operands' nodes, and every leaf that the region reads."""
+    """The spec, the operands' nodes as the operator takes them, and every leaf that the region reads."""
 
     spec: ExpertsSpec
     hidden: torch.fx.Node
     ids: torch.fx.Node
     weights: torch.fx.Node | None
     gate_up: tuple[torch.fx.Node, ...]
-    down: torch.fx.Node
+    down: tuple[torch.fx.Node, ...]
     gate_up_bias: tuple[torch.fx.Node, ...] = ()
-    down_bias: torch.fx.Node | None = None
+    down_bias: tuple[torch.fx.Node, ...] = ()
+    post_scale: torch.fx.Node | None = None
     leaves: tuple[Term, ...] = ()
 
     def with_out(self, dtype: torch.dtype) -> Match | None:
@@ -386,8 +387,8 @@ class _Reader:
             ids=self._node(self.ids),
             weights=self._node(route) if route is not None else None,
             gate_up=tuple(s.weight.attr.node for s in held),
-            down=down.attr.node,
+            down=(down.attr.node,),
             gate_up_bias=tuple(s.bias.attr.node for s in held if s.bias),
-            down_bias=down_bias.attr.node if down_bias is not None else None,
+            down_bias=() if down_bias is None else (down_bias.attr.node,),
             leaves=read,
         )

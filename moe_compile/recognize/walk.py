@@ -43,7 +43,7 @@ class Found:
     @property
     def device(self) -> torch.device:
         """Where the experts' weights are."""
-        value: torch.Tensor = fake(self.match.down)
+        value: torch.Tensor = fake(self.match.down[0])
         return value.device
 
     @property

@@ -15,6 +15,8 @@ from moe_compile.spec import (
     DOWN_STORAGE,
     GATE_UP_STORAGE,
     HALVES,
+    POSTS,
+    TENSORS,
     WEIGHT_SIDES,
     ExpertsSpec,
     Layout,
@@ -30,20 +32,24 @@ def spec_of(dtype: str = "f32", **changes) -> ExpertsSpec:
 
 
 def layouts() -> list[dict]:
-    """Every storage and placement of halves, twice, with every down storage, bias and weight side among them."""
+    """Every storage and placement of halves, twice, with every down storage, bias and weight side among them, experts
+    in one tensor or many, and every norm of their outputs."""
     rest = itertools.cycle(itertools.product(DOWN_STORAGE, BIASES, WEIGHT_SIDES))
+    more = itertools.cycle(itertools.product(TENSORS, POSTS))
     cases = []
     for storage, halves in itertools.product(GATE_UP_STORAGE, HALVES):
         for _ in range(2):
             down, bias, weight = next(rest)
             act = "relu2" if halves == "up" else OAI if "interleaved" in halves else "swiglu"
             layout = Layout(storage=storage, halves=halves)
-            cases.append({"gate_up": layout, "down": down, "bias": bias, "weight": weight, "act": act})
+            case = {"gate_up": layout, "down": down, "bias": bias, "weight": weight, "act": act}
+            tensors, post = next(more)
+            cases.append({**case, "tensors": tensors, "post": post, "eps": 0.0 if post == "none" else 1e-3})
     return cases
 
 
 def layout_id(case: dict) -> str:
-    return "-".join(str(case[k]) for k in ("gate_up", "down", "bias", "weight"))
+    return "-".join(str(case[k]) for k in ("gate_up", "down", "bias", "weight", "tensors", "post"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,18 +64,13 @@ class Case:
 
     @property
     def args(self) -> tuple:
-        p = self.p
-        biases = (list(p.gate_up_bias), p.down_bias)
-        return (self.hidden, self.ids, self.weights, list(p.gate_up), p.down, *biases, str(self.spec))
+        return (self.hidden, self.ids, self.weights, *self.p.arguments(), str(self.spec))
 
     def map(self, change) -> Case:
         """The case with `change` applied to each floating operand."""
-        p = self.p
-        changed = ExpertWeights(
-            gate_up=tuple(map(change, p.gate_up)),
-            down=change(p.down),
-            gate_up_bias=tuple(map(change, p.gate_up_bias)),
-            down_bias=None if p.down_bias is None else change(p.down_bias),
+        *lists, scale = self.p.arguments()
+        changed = ExpertWeights.of(
+            self.spec, *([change(t) for t in several] for several in lists), None if scale is None else change(scale)
         )
         weights = None if self.weights is None else change(self.weights)
         return dataclasses.replace(self, hidden=change(self.hidden), weights=weights, p=changed)
@@ -94,14 +95,9 @@ def case_of(spec: ExpertsSpec, T: int, *, seed: int = 0, ids: torch.Tensor | Non
     def draw(*shape: int, scale: float = 1.0, dtype: str = spec.x) -> torch.Tensor:
         return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(torch_dtype(dtype))
 
-    *first, down = spec.weight_shapes()
-    rows = spec.I if spec.gate_up.halves == "separate" else spec.G
-    p = ExpertWeights(
-        gate_up=tuple(draw(*shape, scale=spec.H**-0.5) for shape in first),
-        down=draw(*down, scale=spec.I**-0.5),
-        gate_up_bias=tuple(draw(spec.E, rows) for _ in first) if spec.has_gate_up_bias else (),
-        down_bias=draw(spec.E, spec.H) if spec.has_down_bias else None,
-    )
+    scales = (spec.H**-0.5, spec.I**-0.5, 1.0, 1.0)
+    lists = [[draw(*s, scale=scale) for s in shapes] for shapes, scale in zip(spec.operand_shapes(), scales)]
+    p = ExpertWeights.of(spec, *lists, draw(spec.H).abs() if spec.post == "scaled_rms" else None)
     if ids is None:
         ids = torch.rand(T, spec.E, generator=g).topk(spec.K).indices
     weights = None if spec.weight == "none" else draw(T, spec.K, dtype=spec.w).abs()

@@ -64,15 +64,15 @@ def oracle_gradients(c: Case, dout: torch.Tensor) -> list[torch.Tensor]:
     return list(torch.autograd.grad(out, leaf.leaves(), dout.double(), materialize_grads=True))
 
 
-def paths(dtype: str) -> list[str]:
-    return ["loop", "padded", "blocks", *(["grouped"] if dtype == "bf16" else [])]
+def paths(dtype: str, tensors: str = "stacked") -> list[str]:
+    return ["loop", *(["padded"] if tensors == "stacked" else []), "blocks", *(["grouped"] if dtype == "bf16" else [])]
 
 
 @pytest.mark.parametrize("dtype", ["f64", "f32", "bf16", "f16"])
 @pytest.mark.parametrize("case", layouts(), ids=layout_id)
 def test_every_layout_and_dtype(case, dtype):
     c = case_of(spec_of(dtype, **case), 12, seed=1)
-    for path in paths(dtype):
+    for path in paths(dtype, c.spec.tensors):
         assert_close(run(c, path), c.oracle(), dtype)
         for got, want in zip(
             gradients(c, torch.ones_like(c.hidden), path), oracle_gradients(c, torch.ones(12, 32)), strict=True

@@ -256,7 +256,7 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x * 2
         weights, ids = route(torch.nn.functional.linear(h, self.gate), None, None, self.router)
-        return x + experts(h, ids, weights, [self.gate_up], self.down, [], None, self.spec, PLAN)
+        return x + experts(h, ids, weights, [self.gate_up], [self.down], [], [], None, self.spec, PLAN)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("aot_eager", "f32"), ("aot_eager", "bf16"), ("inductor", "f32")])
@@ -314,15 +314,20 @@ GOOD = case_of(SPEC, 3)
             r"gate_up is torch.float32 \[6, 32, 16\], expected torch.float32 \[6, 32, 32\]",
         ),
         ("gate_up", [], r"gate_up is 0 tensor\(s\), expected 1"),
-        ("down", torch.randn(6, 16, 32), r"down is torch.float32 \[6, 16, 32\], expected torch.float32 \[6, 32, 16\]"),
+        (
+            "down",
+            [torch.randn(6, 16, 32)],
+            r"down is torch.float32 \[6, 16, 32\], expected torch.float32 \[6, 32, 16\]",
+        ),
         ("gate_up_bias", [], r"gate_up_bias is 0 tensor\(s\), expected 1"),
         ("gate_up_bias", [torch.randn(6, 16)], r"gate_up_bias is torch.float32 \[6, 16\]"),
-        ("down_bias", None, "down_bias is None, expected a tensor"),
-        ("down_bias", torch.randn(5, 32), r"down_bias is torch.float32 \[5, 32\]"),
+        ("down_bias", [], r"down_bias is 0 tensor\(s\), expected 1"),
+        ("post_scale", torch.randn(32), r"post_scale is \[32\], expected None"),
+        ("down_bias", [torch.randn(5, 32)], r"down_bias is torch.float32 \[5, 32\]"),
     ],
 )
 def test_bad_operands_are_named(operand, value, message):
-    names = ("hidden", "ids", "weights", "gate_up", "down", "gate_up_bias", "down_bias")
+    names = ("hidden", "ids", "weights", "gate_up", "down", "gate_up_bias", "down_bias", "post_scale")
     args = dict(zip(names, GOOD.args[:-1], strict=True)) | {operand: value}
     with pytest.raises(ValueError, match=f"moe_compile::experts: {message}"):
         experts(*args.values(), str(SPEC), PLAN)
@@ -353,6 +358,13 @@ def test_bad_router_operands():
     ):
         with pytest.raises(ValueError, match=f"moe_compile::route: {message}"):
             route(*args, str(spec))
+
+
+def test_listed_experts_are_counted():
+    spec = spec_of("f32", tensors="listed", gate_up=Layout(halves="separate"))
+    c = case_of(spec, 4)
+    with pytest.raises(ValueError, match=r"gate_up is 6 tensor\(s\), expected 12"):
+        experts(c.hidden, c.ids, c.weights, c.args[3][:6], *c.args[4:], PLAN)
 
 
 def test_separate_tensors_and_tolerances_exist_for_every_dtype():

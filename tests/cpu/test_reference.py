@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from operand_cases import assert_close, case_of, layout_id, layouts, spec_of
 
-from moe_compile.operands import canonical
+from moe_compile.operands import Listed, canonical, stacked
 from moe_compile.providers import ExpertWeights
 from moe_compile.reference import exact, experts, route
 from moe_compile.spec import RouterSpec, torch_dtype
@@ -37,23 +37,34 @@ def test_every_layout_is_the_same_function_of_its_canonical_views(case):
     view = canonical(spec, c.p)
     storages = {t.untyped_storage().data_ptr() for t in c.p.tensors()}
     fields = [getattr(view, f.name) for f in dataclasses.fields(view)]
-    assert all(t.untyped_storage().data_ptr() in storages for t in fields if t is not None)
+    views = [t for f in fields if f is not None for t in (f.tensors if isinstance(f, Listed) else (f,))]
+    assert all(t.untyped_storage().data_ptr() in storages for t in views)
     assert (view.gate_EIH is None) == (not spec.gated)
     assert view.up_EIH.shape == (spec.E, spec.I, spec.H)
 
     halves = [view.gate_EIH, view.up_EIH] if spec.gated else [view.up_EIH]
     biases = [view.gate_bias_EI, view.up_bias_EI] if spec.gated else [view.up_bias_EI]
-    plain = spec_of(
-        "f64", **{**case, "gate_up": type(spec.gate_up)(halves="gate_up" if spec.gated else "up"), "down": "EHI"}
-    )
+    layout = type(spec.gate_up)(halves="gate_up" if spec.gated else "up")
+    plain = spec_of("f64", **{**case, "gate_up": layout, "down": "EHI", "tensors": "stacked"})
     p = ExpertWeights(
-        gate_up=(torch.cat(halves, 1),),
-        down=view.down_EHI.contiguous(),
-        gate_up_bias=(torch.cat(biases, 1),) if spec.has_gate_up_bias else (),
-        down_bias=c.p.down_bias,
+        gate_up=(torch.cat(list(map(stacked, halves)), 1),),
+        down=stacked(view.down_EHI).contiguous(),
+        gate_up_bias=(torch.cat(list(map(stacked, biases)), 1),) if spec.has_gate_up_bias else (),
+        down_bias=None if c.p.down_bias is None else stacked(c.p.down_bias),
+        post_scale=c.p.post_scale,
     )
     got, want = (experts(s, c.hidden, c.ids, c.weights, w) for s, w in ((spec, c.p), (plain, p)))
     assert_close(got, want, "f64")
+
+
+def test_the_norm_of_an_experts_output_is_the_formula():
+    spec = spec_of("f64", bias="down", post="scaled_rms", eps=0.25, K=1)
+    c = case_of(spec, 4)
+    got = experts(spec, c.hidden, c.ids, c.weights, c.p)
+    for t, e in enumerate(c.ids[:, 0]):
+        gate, up = (c.p.gate_up[0][e] @ c.hidden[t]).chunk(2)
+        z = (c.p.down[e] @ (F.silu(gate) * up) + c.p.down_bias[e]) * c.p.post_scale
+        assert_close(got[t], c.weights[t, 0] * z / ((z * z).sum() / spec.H + 0.25) ** 0.5, "f64")
 
 
 def test_invalid_routes_contribute_nothing():

@@ -45,6 +45,9 @@ def experts_specs(draw: st.DrawFn) -> ExpertsSpec:
         bias=draw(st.sampled_from(S.BIASES)),
         weight=draw(st.sampled_from(S.WEIGHT_SIDES)),
         **{field: draw(dtypes) for field in ("x", "w", "out")},
+        tensors=draw(st.sampled_from(S.TENSORS)),
+        post=(post := draw(st.sampled_from(S.POSTS))),
+        eps=0.0 if post == "none" else draw(st.floats(0, 1)),
     )
 
 

@@ -8,6 +8,7 @@ graph with every proved MoE block replaced. An exception in a stage of ours leav
 from __future__ import annotations
 
 import fnmatch
+import functools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -27,7 +28,9 @@ from .journal import (
     RegionRejected,
     RegionSkipped,
     StageFailed,
+    Verified,
 )
+from .nodes import copy_graph
 from .options import OptionError, Options
 
 _WARNED: set[str] = set()
@@ -49,24 +52,25 @@ def moe_backend(
     if ours.provider != "auto":
         _check_provider(ours.provider)
     dump.follow_environment()
-    original = _copy(gm.graph)
+    original, _ = copy_graph(gm.graph)
     graph = journal.next_graph()
     with journal.capture() as events:
         try:
-            changed = _transform(gm, graph, ours, _launch_mode(ours.inner, mode, inner_options))
+            finish = _transform(gm, graph, ours, _launch_mode(ours.inner, mode, inner_options))
         except _StageError as failure:
             _give_up(failure, ours)
             _restore(gm, original)
-            changed = False
+            finish = None
     trace.artifacts([e for e in events if e.graph == graph])
     compile_inner = _inner(ours.inner, mode, inner_options)
     try:
-        return compile_inner(gm, example_inputs)
+        compiled = compile_inner(gm, example_inputs)
+        return compiled if finish is None else finish(compiled)
     except torch._dynamo.exc.TorchDynamoException:  # Dynamo's own signals: restarts and skips
         journal.record(GraphAbandoned(graph=graph))
         raise
     except Exception as error:
-        if ours.strict or not changed:
+        if ours.strict or finish is None:
             raise
         # The inner backend refused the lowered graph. Where it takes the original one, the fault is ours.
         _restore(gm, original)
@@ -81,9 +85,12 @@ class _StageError(Exception):
         self.stage, self.error, self.graph = stage, error, graph
 
 
-def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mode: str) -> bool:
-    """Recognize, plan and lower, in place; whether anything was replaced. A _StageError names the stage that failed.
+def _transform(
+    gm: torch.fx.GraphModule, graph: int, options: Options, launch_mode: str
+) -> Callable[[Any], Any] | None:
+    """Recognize, plan and lower, in place. A _StageError names the stage that failed.
 
+    None where nothing was replaced, else what is left to do with the compiled graph (moe.verify wraps its first call).
     launch_mode: "graph" where Inductor will replay kernels from CUDA graphs, else "eager": plans differ.
     """
     seconds: dict[str, float] = {}
@@ -108,7 +115,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
                 graph=graph, where=r.where, node=r.node.name, reason=r.verdict.reason, detail=r.verdict.detail
             )
         )
-    chosen: list[Any] = []
+    chosen: dict[int, Any] = {}
     plans: list[tuple[str, bool]] = []
     for number, region in enumerate(found.regions):
         fused, why = False, region.router_why
@@ -126,10 +133,11 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
             continue
         planning = stage("plan", _plan, region.spec.experts, region.device, options, launch_mode)
         journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
-        chosen.append(region)
+        chosen[number] = region
         plans.append((str(planning.plan), fused))
+    finish: Callable[[Any], Any] | None = None
     if chosen:
-        stage("lower", _lower, gm, chosen, plans)
+        finish = stage("lower", _lower, gm, graph, chosen, plans, options.verify)
         stage("lower", gm.recompile)
         journal.record(
             Lowered(
@@ -138,7 +146,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
             )
         )  # fmt: skip
     journal.record(Compiled(graph=graph, inner=options.inner, seconds=seconds))
-    return bool(chosen)
+    return finish
 
 
 def _skipped(region: Any, taken: int, options: Options) -> str:
@@ -179,30 +187,49 @@ def _plan_route(spec: Any, device: torch.device, wish: str) -> Any:
     return plan_route(spec, facts(device), wish)
 
 
-def _lower(gm: torch.fx.GraphModule, regions: list[Any], plans: list[tuple[str, bool]]) -> None:
+def _lower(
+    gm: torch.fx.GraphModule, graph: int, regions: dict[int, Any], plans: list[tuple[str, bool]], verify: bool
+) -> Callable[[Any], Any]:
     from .lower import lower
 
-    lower(gm, regions, plans)
+    compare: Any = None
+
+    def before_swap(outs: list[torch.fx.Node]) -> None:
+        nonlocal compare
+        if verify:
+            from .verify import Pair, comparison
+
+            pairs = [
+                Pair(region=n, spec=r.spec.experts, place=str(r.where), root=r.root, out=out)
+                for (n, r), out in zip(regions.items(), outs, strict=True)
+            ]
+            compare = comparison(gm, pairs)
+
+    lower(gm, list(regions.values()), plans, before_swap)
     gm.graph.lint()
     gm.recompile()
 
+    def finish(compiled: Any) -> Any:
+        if compare is None:
+            return compiled
+        from .verify import on_first_call
+
+        return on_first_call(compiled, compare, functools.partial(_tell, graph))
+
+    return finish
+
+
+def _tell(graph: int, found: list[Any]) -> None:
+    for c in found:
+        journal.record(
+            Verified(
+                graph=graph, region=c.region, ok=c.ok, rms=c.rms, max=c.max, rms_bound=c.rms_bound,
+                max_bound=c.max_bound,
+            )
+        )  # fmt: skip
+
 
 # Falling back
-
-
-def _copy(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """The graph with nodes of its own; it shares values, metadata and what Dynamo hangs on nodes besides."""
-    new = torch.fx.Graph()
-    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
-    output = new.graph_copy(graph, val_map=nodes, return_output_node=True)
-    if isinstance(output, tuple):
-        value, node = output
-        nodes[node] = new.output(value)
-        nodes[node].meta.update(node.meta)
-    for old, copy in nodes.items():
-        for name in vars(old).keys() - vars(copy).keys():  # _dynamo_source: where an input comes from
-            setattr(copy, name, getattr(old, name))
-    return new
 
 
 def _restore(gm: torch.fx.GraphModule, original: torch.fx.Graph) -> None:

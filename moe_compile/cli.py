@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "say what becomes of each MoE block of a model, and why",
         "moe-compile explain ./my-model --tokens 64",
     )
-    explain.add_argument("model", metavar="MODEL", help="a folder of a HuggingFace model (config.json is enough), or a hub id")
+    explain.add_argument(
+        "model", metavar="MODEL", help="a folder of a HuggingFace model (config.json is enough), or a hub id"
+    )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
     return parser

@@ -120,7 +120,9 @@ class Report:
             f"{len(self.rejections)} not proved",
         ]
         lines = [f"moe_compile: {', '.join(counts)}"]
-        for same in _groups(self.regions, lambda r: (r.spec, r.chosen, r.candidates, r.router_why, r.skipped, r.replaced)):
+        for same in _groups(
+            self.regions, lambda r: (r.spec, r.chosen, r.candidates, r.router_why, r.skipped, r.replaced)
+        ):
             lines += ["", *_region_lines(same)]
         for refused in _groups(self.rejections, lambda r: (r.reason, r.detail, r.where.source)):
             lines += ["", *_rejection_lines(refused)]

@@ -102,6 +102,19 @@ class Lowered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verified(Event):
+    """moe.verify compared a block's operator with the original nodes on real values; relative differences, bounds."""
+
+    logger: ClassVar[str] = "verify"
+    region: int
+    ok: bool
+    rms: float
+    max: float
+    rms_bound: float
+    max_bound: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageFailed(Event):
     """A stage raised; the graph was compiled as it was."""
 

@@ -7,6 +7,7 @@ Nodes that others read stay computed, and a write goes only when everything in t
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,31 +19,45 @@ from .canonical import Writes, canonical, mutated_arguments
 from .nodes import fake, storage
 
 
-def lower(gm: torch.fx.GraphModule, regions: list[Any], plans: list[tuple[str, bool]]) -> None:
+def lower(
+    gm: torch.fx.GraphModule,
+    regions: list[Any],
+    plans: list[tuple[str, bool]],
+    before_swap: Callable[[list[torch.fx.Node]], object] = lambda outs: None,
+) -> None:
     """Replace each region's root by `moe_compile::experts` (and `route`), in program order.
 
     regions: recognize.Found, in program order. plans: for each a providers.Plan's text, and whether to emit `route`.
+    before_swap: called with the operators' results while the original nodes still stand beside them.
     """
     stands_for: dict[torch.fx.Node, torch.fx.Node] = {}  # a later region may read an earlier one's root
     writes = Writes(gm.graph)
-    for region, (plan, fuse_router) in zip(regions, plans, strict=True):
-        _lower(gm.graph, writes, region, plan, fuse_router, stands_for)
+    outs = [_emit(gm.graph, region, *plan) for region, plan in zip(regions, plans, strict=True)]
+    before_swap(outs)
+    for region, out in zip(regions, outs, strict=True):
+        _swap(gm.graph, writes, region, out, stands_for)
 
 
-def _lower(
+def _swap(
     graph: torch.fx.Graph,
     writes: Writes,
     region: Any,
-    plan: str,
-    fuse_router: bool,
+    out: torch.fx.Node,
     stands_for: dict[torch.fx.Node, torch.fx.Node],
 ) -> None:
+    """Let `out` stand where the region's root stood, and drop what only the region needed."""
+    root = region.root
+    leaves = (leaf.attr.node for leaf in region.match.leaves)
+    interior = _interior(writes, region, {stands_for.get(n, n) for n in leaves})
+    stands_for[root] = out
+    _retarget(writes, root, out)
+    root.replace_all_uses_with(out)
+    _sweep(graph, writes, interior)
+
+
+def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> torch.fx.Node:
+    """The operator's result in the root's shape, computed just before the root, from the region's operands."""
     root, match, spec = region.root, region.match, region.spec
-
-    def now(node: torch.fx.Node) -> torch.fx.Node:
-        return stands_for.get(node, node)
-
-    interior = _interior(writes, region, {now(leaf.attr.node) for leaf in match.leaves})
 
     def emit(target: Any, *args: Any) -> torch.fx.Node:
         if isinstance(target, str):
@@ -54,7 +69,7 @@ def _lower(
 
     weights: torch.fx.Node | None
     with graph.inserting_before(root):
-        hidden = _flattened(emit, now(match.hidden), spec.experts.H)
+        hidden = _flattened(emit, match.hidden, spec.experts.H)
         if region.router is not None and fuse_router:
             logits = _flattened(emit, region.router.logits, spec.router.E)
             vectors = [
@@ -72,12 +87,9 @@ def _lower(
         )  # fmt: skip
         shape = fake(root).shape
         if len(shape) != 2:
-            out = emit("reshape", out, *_sizes(emit, shape, (now(match.hidden), match.ids)))
+            out = emit("reshape", out, *_sizes(emit, shape, (match.hidden, match.ids)))
     out.meta.update(root.meta)
-    stands_for[root] = out
-    _retarget(writes, root, out)
-    root.replace_all_uses_with(out)
-    _sweep(graph, writes, interior)
+    return out
 
 
 def _retarget(writes: Writes, root: torch.fx.Node, out: torch.fx.Node) -> None:

@@ -54,3 +54,18 @@ def clean_path(path: str) -> str:
     path = re.sub(r"slice\([^)]*\)", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     return re.sub(r"\.+", ".", path).strip(".")
+
+
+def copy_graph(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
+    """(the graph with nodes of its own, old node -> new). Values, metadata and what Dynamo hangs on nodes are shared."""
+    new = torch.fx.Graph()
+    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = new.graph_copy(graph, val_map=nodes, return_output_node=True)
+    if isinstance(output, tuple):
+        value, node = output
+        nodes[node] = new.output(value)
+        nodes[node].meta.update(node.meta)
+    for old, copy in nodes.items():
+        for name in vars(old).keys() - vars(copy).keys():  # _dynamo_source: where an input comes from
+            setattr(copy, name, getattr(old, name))
+    return new, nodes

@@ -58,6 +58,11 @@ class Options:
         "operator where the provider's fused routing is faster.",
         choices=("auto", "op", "nodes"),
     )
+    verify: bool = _row(
+        False,
+        "Run each emitted operator once, on the values of the first call, beside the nodes it replaces; raise where they "
+        "differ by more than rounding.",
+    )
     only: str = _row("*", "Replace only blocks whose module path matches this pattern, such as `model.layers.[0-3].*`.")
     fuel: int = _row(-1, "Replace only the first so many blocks of each graph (bisecting); -1: all of them.")
 

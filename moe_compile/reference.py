@@ -26,6 +26,16 @@ def exact(spec: ExpertsSpec) -> ExpertsSpec:
     return dataclasses.replace(spec, x="f64", w="f64", out="f64")
 
 
+def tolerance(spec: ExpertsSpec) -> tuple[float, float]:
+    """How far a right answer may be from the exact one, relative: (of the RMS, of the largest element).
+
+    Roundings of the stored dtypes, plus those of the accumulator's sums, which grow with the root of their length.
+    """
+    stored = max(torch.finfo(torch_dtype(d)).eps for d in (spec.x, spec.out))
+    rms = 2 * stored + (spec.H + spec.I) ** 0.5 * torch.finfo(accumulator(spec)).eps
+    return rms, 4 * rms
+
+
 def experts(
     spec: ExpertsSpec,
     hidden_TH: torch.Tensor,

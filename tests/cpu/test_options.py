@@ -20,6 +20,7 @@ def test_defaults_and_rest():
         "provider": "auto",
         "weight_copy_bytes": 0,
         "route": "auto",
+        "verify": False,
         "only": "*",
         "fuel": -1,
     }

@@ -22,7 +22,7 @@ LEVELS = [
     {"reference", "formats", "cost"},
     {"canonical", "kernels", "algebra"},
     {"rules", "providers"},
-    {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree"},
+    {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
     {"demo", "pretrained"},

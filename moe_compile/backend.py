@@ -85,9 +85,7 @@ class _StageError(Exception):
         self.stage, self.error, self.graph = stage, error, graph
 
 
-def _transform(
-    gm: torch.fx.GraphModule, graph: int, options: Options, launch_mode: str
-) -> Callable[[Any], Any] | None:
+def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mode: str) -> Callable[[Any], Any] | None:
     """Recognize, plan and lower, in place. A _StageError names the stage that failed.
 
     None where nothing was replaced, else what is left to do with the compiled graph (moe.verify wraps its first call).

@@ -57,7 +57,7 @@ def clean_path(path: str) -> str:
 
 
 def copy_graph(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
-    """(the graph with nodes of its own, old node -> new). Values, metadata and what Dynamo hangs on nodes are shared."""
+    """(the graph with nodes of its own, old node -> new). Values, metadata, what Dynamo hangs on nodes: shared."""
     new = torch.fx.Graph()
     nodes: dict[torch.fx.Node, torch.fx.Node] = {}
     output = new.graph_copy(graph, val_map=nodes, return_output_node=True)

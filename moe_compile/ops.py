@@ -154,8 +154,8 @@ def _check_route(spec: RouterSpec, logits: Tensor, bias: Tensor | None, expert_s
         raise ValueError(f"moe_compile::route: logits is {got}, expected {expected} for {spec}")
     for name, operand, wanted in (("bias", bias, spec.bias), ("expert_scale", expert_scale, spec.expert_scale)):
         if (operand is not None) != wanted or (operand is not None and operand.shape != (spec.E,)):
-            got, expected = None if operand is None else list(operand.shape), [spec.E] if wanted else None
-            raise ValueError(f"moe_compile::route: {name} is {got}, expected {expected} for {spec}")
+            shapes = None if operand is None else list(operand.shape), [spec.E] if wanted else None
+            raise ValueError(f"moe_compile::route: {name} is {shapes[0]}, expected {shapes[1]} for {spec}")
 
 
 def _route_fake(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
@@ -201,12 +201,13 @@ def _route_backward(
             kept = reference.in_best_groups(parsed, reference.score(parsed, logits)).gather(1, ids)
             v = v.where(kept, parsed.group_fill)
         total = v.sum(-1, keepdim=True)
-        n, moves = {
+        by_renorm: dict[str, tuple[Tensor, Any]] = {
             "none": (torch.ones_like(total), 0.0),
             "sum": (total, 1.0),
             "sum_plus_eps": (total + parsed.eps, 1.0),
             "sum_at_least_eps": (total.clamp(min=parsed.eps), (total >= parsed.eps).to(acc)),
-        }[parsed.renorm]
+        }
+        n, moves = by_renorm[parsed.renorm]
         u, du = v / n, grad.to(acc) * parsed.scale
         out = []
         if needs[1] and expert_scale is not None:

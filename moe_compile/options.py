@@ -60,8 +60,8 @@ class Options:
     )
     verify: bool = _row(
         False,
-        "Run each emitted operator once, on the values of the first call, beside the nodes it replaces; raise where they "
-        "differ by more than rounding.",
+        "Run each emitted operator once, on the values of the first call, beside the nodes it replaces; raise where "
+        "they differ by more than rounding.",
     )
     only: str = _row("*", "Replace only blocks whose module path matches this pattern, such as `model.layers.[0-3].*`.")
     fuel: int = _row(-1, "Replace only the first so many blocks of each graph (bisecting); -1: all of them.")

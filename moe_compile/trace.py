@@ -13,7 +13,7 @@ from .journal import Event
 
 def artifacts(events: Sequence[Event]) -> None:
     """The report of these events as an artifact of the graph that Dynamo is compiling."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured(
         "artifact",

@@ -71,9 +71,11 @@ def comparison(gm: torch.fx.GraphModule, pairs: Sequence[Pair]) -> Callable[...,
                 shared = f"{n.name} and {sources[storage(n)].name}"
                 raise ValueError(f"moe.verify: {shared} share memory that the graph writes")
             sources[storage(n)] = n
+            users = list(copies[n].users)
             with graph.inserting_after(copies[n]):
                 clone = graph.call_method("clone", (copies[n],))
-            copies[n].replace_all_uses_with(clone, delete_user_cb=lambda user, clone=clone: user is not clone)
+            for user in users:
+                user.replace_input_with(copies[n], clone)
     for index, pair in enumerate(pairs):
         with graph.inserting_after(copies[pair.root]):
             graph.call_function(_compare, (index, copies[pair.root], copies[pair.out]))

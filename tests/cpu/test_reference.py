@@ -161,7 +161,7 @@ def test_group_limited_greedy():
 
 
 def test_more_choices_than_the_best_groups_have():
-    """Experts of groups left out are chosen last; they weigh what they scored, or with values=choice what they became."""
+    """Experts of groups left out are chosen last; they weigh what they scored, or with values=choice what they are."""
     logits = torch.tensor([[4.0, 3, 2, 1]])
     fields = {"E": 4, "K": 3, "score": "sigmoid", "groups": 2, "top_groups": 1, "group_score": "max", "logits": "f32"}
     s = logits.sigmoid()[0]

@@ -86,7 +86,7 @@ def test_a_wrong_operator_is_caught_and_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ops, "launcher", wrong)
     monkeypatch.setattr(ops, "_call", ops._Call)  # without its cache
     module = nn.Sequential(GroupedBlock(), GroupedBlock(Parts(finish=lambda s, y: y.sum(dim=1) * 2)))
-    with torch.no_grad(), journal.capture() as events, pytest.raises(VerificationError, match="region 0 .*DIFFERS"):
+    with torch.no_grad(), journal.capture() as events, pytest.raises(VerificationError, match=r"region 0 .*DIFFERS"):
         verified(module)(torch.randn(10, H))
     assert seen
     assert [e.ok for e in events if isinstance(e, journal.Verified)] == [False, False]

@@ -117,6 +117,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "div": ("input other rounding_mode", "div divide true_divide"),
     "floordiv": ("input other", "floor_divide"),
     "remainder": ("input other", "remainder"),
+    "fmod": ("input other", "fmod"),
     "pow": ("input exponent", "pow"),
     "neg": ("input", "neg negative"),
     "clamp": ("input min max", "clamp clip"),
@@ -306,11 +307,9 @@ def mutated_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
         return tuple(written)
     if node.op == "call_function" and _is_torch_function(target):
         name = getattr(target, "__name__", "")
-        return (
-            (node.args[0], *written)
-            if name.endswith("_") and not name.startswith("_") and node.args
-            else tuple(written)
-        )
+        if name.startswith("_") and name.endswith("_") and not name.endswith("__"):
+            return tuple(node.all_input_nodes)  # torch._foreach_add_ writes a list
+        return (node.args[0], *written) if name.endswith("_") and node.args else tuple(written)
     return tuple(node.all_input_nodes)
 
 

@@ -102,7 +102,8 @@ def _retarget(writes: Writes, root: torch.fx.Node, out: torch.fx.Node) -> None:
 
 def _flattened(emit: Any, node: torch.fx.Node, last: int) -> torch.fx.Node:
     """`node` as [T, last]: itself where it is."""
-    return node if fake(node).dim() == 2 else emit("reshape", node, -1, last)
+    shape = fake(node).shape
+    return node if len(shape) == 2 and as_size(shape[1]) == last else emit("reshape", node, -1, last)
 
 
 def _sizes(emit: Any, shape: Any, sources: tuple[torch.fx.Node, ...]) -> list[Any]:

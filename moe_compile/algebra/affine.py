@@ -131,7 +131,7 @@ def below(a: Affine, n: Size) -> bool:
     if a.const != 0:
         if type(a.const) is not int or a.const < 0:
             return False
-        if any(type(c) is not int or type(b.size) is not int for b, c in rest) or type(n) is not int:
+        if any(type(c) is not int or c < 0 or type(b.size) is not int for b, c in rest) or type(n) is not int:
             return False
         return a.const + sum(c * (b.size - 1) for b, c in rest) < n
     for b, c in rest:

@@ -89,7 +89,7 @@ class _Reader:
         self.ids: Term | None = None
         self.hidden: Term | None = None
         self.h_in: Axis | None = None
-        self.guard: Any = None
+        self.guard: tuple[Term, Any] | None = None
         self.held: dict[int, torch.fx.Node | None] = {}
         self.input_weight: Term | None = None
 
@@ -135,13 +135,13 @@ class _Reader:
         ids, bound = outside.args
         if bound.op != "const" or not integral(ids):
             return y
-        self.guard = bound.attr[1]
+        guard = self.guard = (ids, bound.attr[1])
 
         def assume(t: Term) -> Term | None:
             if t.op == "pw" and t.attr == "where" and t.args[0] is outside:
                 return t.args[2]
             if t.op == "pw" and t.attr == "minimum" and t.args[0] is ids and t.args[1].op == "const":
-                return ids if t.args[1].attr[1] >= self.guard - 1 else None
+                return ids if t.args[1].attr[1] >= guard[1] - 1 else None
             return None
 
         return self.terms.rewrite(inner, assume)
@@ -205,6 +205,8 @@ class _Reader:
             raise Unproved(f"the {role} is not read at the expert id", repr(index))
         if self.ids is None:
             self._route_leaf(ids, "expert id")
+            if self.walk.lowest.of(ids.attr.node) < 0:
+                raise Unproved("expert ids that may be negative", repr(ids))
             self.ids = ids
         elif self.ids is not ids:
             raise Unproved("the expert ids differ between the linears", f"{role}: {ids!r} and {self.ids!r}")
@@ -250,7 +252,7 @@ class _Reader:
                     raise Unproved("the activation reads more than a gate and an up projection")
                 return Expr(("gate", "up")[streams.index(stream)])
             if t.op == "pw":
-                if t.attr not in pointwise_table():
+                if t.attr not in pointwise_table() or (t.attr == "add" and t.dtype == torch.bool):  # a logical or
                     raise Unproved("the activation uses a function that kernels don't have", str(t.attr))
                 return apply(t.attr, *map(visit, t.args))
             if t.op == "leaf" or not t.dots:
@@ -295,15 +297,13 @@ class _Reader:
         return Stream(weight, storage, coefficient, row.const, bias)
 
     def _hidden(self, x: Term, h: Axis) -> None:
-        factors = factors_of(x)
-        if len(factors) == 2:
-            x, weight = sorted(factors, key=lambda f: h not in f.free)
-            weight = self._route_leaf(weight, "routing weight")
-            if self.input_weight not in (None, weight):
-                raise Unproved("gate and up are weighted differently")
-            self.input_weight = weight
-        else:
-            x = factors[0]
+        x, *others = sorted(factors_of(x), key=lambda f: h not in f.free)
+        if len(others) > 1:
+            raise Unproved("the first linear's input is a product of more than hidden states and a weight")
+        weight = self._route_leaf(others[0], "routing weight") if others else None
+        if self.hidden is not None and self.input_weight is not weight:
+            raise Unproved("gate and up are weighted differently")
+        self.input_weight = weight
         if x.op != "leaf" or x.routed:
             raise Unproved("the first linear's input is not a tensor of hidden states", repr(x)[:200])
         H = h.size
@@ -327,8 +327,10 @@ class _Reader:
         E, *_ = sizes_of(down)
         if any(type(n) is not int for n in (E, H, I)):
             raise Unproved("the experts' sizes are not static", f"E={E} H={H} I={I}")
-        if self.guard not in (None, E):
-            raise Unproved("routes are masked at another number than that of the experts", f"{self.guard}, not {E}")
+        if self.guard is not None and self.guard != (self.ids, E):
+            raise Unproved(
+                "routes are masked by something else than ids beyond the experts", f"{self.guard}, not {self.ids}, {E}"
+            )
         index = (axis_index(self.h_out), axis_index(self.i))
         if down.index[1:] == index:
             down_storage, shape = "EHI", [E, H, I]

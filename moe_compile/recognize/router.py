@@ -233,9 +233,10 @@ class _Router:
         if masked.op != "pw" or masked.attr != "where":
             raise Unproved("a choice over groups in an unknown form", repr(masked)[:200])
         mask, fill, c = masked.args
-        inner = mask.args[0] if mask.op == "pw" and mask.attr == "invert" else mask
+        inverted = mask.op == "pw" and mask.attr == "invert"
+        inner = mask.args[0] if inverted else mask
         inner = inner.args[0] if inner.op == "cast" else inner
-        if inner is mask or inner.op != "scat" or fill.op != "const" or inner.index != (axis_index(g),):
+        if not inverted or inner.op != "scat" or fill.op != "const" or inner.index != (axis_index(g),):
             raise Unproved("a mask of groups in an unknown form", repr(mask)[:200])
         _, (ids, value, base) = self.terms.open(inner)
         scores = self.walk.selections.get(ids.attr.node) if ids.op == "leaf" else None

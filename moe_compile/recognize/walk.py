@@ -25,6 +25,7 @@ from ..journal import Where
 from ..nodes import fake, where
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
+from .lowest import Lowest
 from .match import Match, combined, match
 from .router import RouterMatch, match_router
 from .versions import Versions
@@ -74,8 +75,10 @@ class Walk:
         self.terms = terms or Terms()
         self.cut = cut
         self.versions = Versions()
+        self.lowest = Lowest()
         self.selections: dict[torch.fx.Node, Val] = {}
         self.ranges: dict[LeafKey, int] = {}
+        self.complaints: dict[torch.fx.Node, Reject] = {}
         self.node: torch.fx.Node = None  # type: ignore[assignment]
         self._env: dict[torch.fx.Node, tuple[Any, int]] = {}
         self._table = rules.load()
@@ -131,6 +134,7 @@ class Walk:
                 self._written(argument)
             return None
         self.node = node
+        self.lowest.visit(node, call)
         result = self._apply(node, call)
         if call is not None and call.mutates:
             target = call.args[call.mutates]
@@ -151,7 +155,10 @@ class Walk:
                 self._written(argument)
             if isinstance(result, (tuple, Val)):
                 self._env[node] = (result, self.versions.of(node))
-        return result if isinstance(result, Reject) else None
+        if not isinstance(result, Reject):
+            return None
+        self.complaints[node] = result
+        return result
 
     def _apply(self, node: torch.fx.Node, call: Call | None) -> Any:
         if call is None:
@@ -168,6 +175,8 @@ class Walk:
             return stop.verdict
         if isinstance(result, Val) and result.sizes != self.sizes:
             return Reject("a rule's result has another shape than the graph's", f"{result.sizes}, not {self.sizes}")
+        if isinstance(result, Val) and result.dtype != self.dtype:
+            return Reject("a rule's result has another dtype than the graph's", f"{result.dtype}, not {self.dtype}")
         return result
 
     def _written(self, argument: Any) -> None:
@@ -208,7 +217,8 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
         if complaint is not None:
             progress = _progress(walk, node)
             if progress:
-                misses.append(Rejection(node=node, verdict=complaint, where=where(node), progress=progress))
+                verdict = _because(walk, node, complaint)
+                misses.append(Rejection(node=node, verdict=verdict, where=where(node), progress=progress))
             continue
         grown = _extends(walk, node, open_roots)
         if grown is not None:
@@ -280,8 +290,12 @@ def _loose_end(walk: Walk, node: torch.fx.Node) -> Reject | None:
 
 
 def _progress(walk: Walk, node: torch.fx.Node) -> int:
-    """How far a proof had come where it stopped: 2 past an expert linear, 1 with rows in expert order, 0 elsewhere."""
-    best = 0
+    """How far a proof had come where it stopped: 2 past an expert linear, 1 at rows in expert order, 0 elsewhere.
+
+    A grouped product is a block's, whatever its rows are.
+    """
+    call = canonical(node)
+    best = 1 if call is not None and call.op == "grouped_mm" else 0
     for n in node.all_input_nodes:
         v = walk.value(n)
         for x in v if isinstance(v, tuple) else (v,):
@@ -289,6 +303,22 @@ def _progress(walk: Walk, node: torch.fx.Node) -> int:
                 sorted_rows = any(isinstance(a, Ord) for d in x.dims for a in d)
                 best = max(best, 2 if x.term.dots else 1 if sorted_rows else 0)
     return best
+
+
+def _because(walk: Walk, node: torch.fx.Node, complaint: Reject) -> Reject:
+    """The complaint with what it comes from: the nearest node before it, a few steps back, that a rule refused."""
+    near = list(node.all_input_nodes)
+    for n in near:
+        cause = walk.complaints.get(n)
+        if cause is not None:
+            detail = f"{complaint.detail}; " if complaint.detail else ""
+            return Reject(complaint.reason, f"{detail}because of {n.name}: {cause}")
+        if len(near) < _NEAR:
+            near.extend(m for m in n.all_input_nodes if m not in near)
+    return complaint
+
+
+_NEAR = 12
 
 
 def _deepest(misses: list[Rejection], regions: list[Found]) -> list[Rejection]:

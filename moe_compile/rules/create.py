@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..algebra.affine import Affine
 from ..algebra.layout import Val, new_axes
 from ..canonical import Call
@@ -18,7 +20,8 @@ def _full(c: Context, call: Call) -> Result:
         if not isinstance(value, (int, float)):
             return None
     dims, _ = new_axes(c.sizes)
-    return Val(dims, c.terms.const(float(value)), c.dtype)
+    held = torch.full((), value, dtype=c.dtype, device="cpu").item()  # 2.7 as an integer is 2
+    return Val(dims, c.terms.const(float(held)), c.dtype)
 
 
 @rule("empty", "empty_like", "new_empty")

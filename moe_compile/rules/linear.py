@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..algebra.affine import Axis
+from ..algebra.affine import Axis, axis_index
 from ..algebra.layout import Dim, Ord, Val, broadcast, decode, match_dims, number_of, refresh
 from ..algebra.terms import Term
 from ..canonical import Call
@@ -112,7 +112,7 @@ def _grouped_mm(c: Context, call: Call) -> Result:
         raise Unproved("a grouped product with a bias argument")
     if len(x.dims) != 2 or len(w.dims) != 3:
         raise Unproved("a grouped product that is not 2-D by 3-D")
-    if offs.term.op != "offsets":
+    if offs.term.op != "offsets" or offs.term.index != tuple(map(axis_index, offs.axes())):
         raise Unproved("offsets that are not proved to be the running count of the expert ids")
     rows = x.dims[0]
     key: Term = offs.term.attr

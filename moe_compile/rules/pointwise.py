@@ -59,7 +59,7 @@ def _pointwise(c: Context, call: Call) -> Result:
     found = iter(aligned)
     operands = [next(found) if isinstance(a, Val) and a.dims else a.term if isinstance(a, Val) else None for a in args]
     name = "floordiv" if call.op == "div" and call.get("rounding_mode") == "floor" else call.op
-    known = _integer(c.terms, name, operands)
+    known = _integer(c.terms, name, operands, c.dtype)
     if known is not None:
         return Val(dims, known, c.dtype)
     if name == "gelu" and call.get("approximate") == "tanh":
@@ -88,7 +88,7 @@ def _by_range(c: Context, op: str, args: list[Val | None]) -> Val | None:
         never = mask is not None and mask.term.op == "const" and not mask.term.attr[1]
         return kept if never and kept is not None and kept.sizes == c.sizes and kept.dtype == c.dtype else None
     bound = c.ranges.get(x.term.attr) if x is not None and x.term.op == "leaf" else None
-    if x is None or bound is None:
+    if x is None or bound is None or len(args) < 2:
         return None
     limits = [None if a is None else _affine(a.term) for a in args[1:]]
     if any(a is not None and (a.items or type(a.const) is not int) for a in limits):
@@ -110,12 +110,12 @@ def _integers(terms: Terms, vals: list[Val]) -> bool:
     return all(v.term.op in ("int", "const") for v in vals) and any(v.term.op == "int" for v in vals)
 
 
-def _integer(terms: Terms, name: str, operands: list[Term | None]) -> Term | None:
+def _integer(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dtype) -> Term | None:
     """Exact integer arithmetic on known positions: +, -, * by a number, // and % by a number."""
     if len(operands) != 2:
         return None
     a, b = map(_affine, operands)
-    if a is None or b is None:
+    if a is None or b is None or dtype not in _EXACT:
         return None
     if all(t is not None and t.op == "const" for t in operands):
         return None

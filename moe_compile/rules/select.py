@@ -23,6 +23,8 @@ def _getitem(c: Context, call: Call) -> Result:
         if not isinstance(i, int) or not -len(source) <= i < len(source):
             raise Unproved("an unknown item")
         return source[i]
+    if source is None:  # an item of results that no rule described
+        return None
     if not isinstance(source, Val):
         raise Unproved("not a tensor")
     index = call.args["index"]

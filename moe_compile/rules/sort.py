@@ -19,12 +19,13 @@ from .registry import Context, Result, dim, integer, number, ordinary, rule, sta
 def _key(c: Context, v: Val) -> Term:
     """The multiset of a vector's values, as a term without free axes over its rows."""
     t = v.term
-    while t.op == "cast" and t.args[0].dtype in _INTEGERS:
+    while t.op == "cast" and t.dtype in _WIDE and t.args[0].dtype in _INTEGERS:
         t = t.args[0]  # .float() of ids, before histc: exact below 2**24
     return c.terms.bind("key", tuple(v.axes()), (t,))
 
 
 _INTEGERS = (torch.int32, torch.int64, "int")
+_WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)  # they hold every id and every count
 
 
 @rule("sort", "argsort")
@@ -43,6 +44,8 @@ def _sort(c: Context, call: Call) -> Result:
         rows = v.dims[0]
         if len(rows) == 1 and isinstance(rows[0], Ord):
             term = position(c.terms, rows[0])
+        elif not v.plain:
+            raise Unproved("an inverse of rows that are only partly sorted")
         else:
             term = c.terms.integer(number_of(v.axes()))
         inverse = Val((tuple(order_axes),), term, torch.int64)
@@ -69,6 +72,8 @@ def _topk(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     ids = item(c.node, 1)
     d = dim(c, call.get("dim"), len(v.dims), -1)
+    if not c.cut and not call.get("largest", True):
+        raise Unproved("a top-k of the smallest")
     if ids is not None and type(v.sizes[d]) is int:
         c.ranges[c.leaf(ids).term.attr] = v.sizes[d]
     if c.cut:
@@ -114,7 +119,7 @@ def _histc(c: Context, call: Call) -> Result:
     if type(bins) is not int or low != 0 or high not in (bins - 1, bins):
         raise Unproved("a histogram whose bins are not one per expert", f"bins={bins}, min={low}, max={high}")
     source = v.term.args[0] if v.term.op == "cast" else v.term
-    if v.dtype not in (torch.int32, torch.int64) and source.dtype not in _INTEGERS:
+    if v.dtype not in _WIDE or source.dtype not in _INTEGERS:
         return None
     dims, index = new_axes((bins,))
     return Val(dims, c.terms.make("count", index=index, attr=_key(c, v), dtype="int"), v.dtype)
@@ -127,17 +132,19 @@ def _bincount(c: Context, call: Call) -> Result:
     if call.get("weights") is not None or type(size) is not int:
         raise Unproved("a bincount of unknown length or with weights")
     dims, index = new_axes((size,))
-    return Val(dims, c.terms.make("count", index=index, attr=_key(c, v), dtype="int"), v.dtype)
+    return Val(dims, c.terms.make("count", index=index, attr=_key(c, v), dtype="int"), c.dtype)
 
 
 @rule("cumsum")
 def _cumsum(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     count = v.term.args[0] if v.term.op == "cast" else v.term
-    if count.op == "count" and c.dtype not in (torch.int32, torch.int64, torch.float32, torch.float64):
-        raise Unproved("offsets in a dtype that doesn't hold them", str(c.dtype))
     if count.op != "count":
         if ordinary(v):
             return None
         raise Unproved("a running sum over routes")
+    if v.dtype not in _WIDE or c.dtype not in _WIDE:
+        raise Unproved("offsets in a dtype that doesn't hold them", f"counts {v.dtype}, offsets {c.dtype}")
+    if len(v.dims) != 1 or count.index != tuple(map(axis_index, v.axes())):
+        raise Unproved("a running sum over a part of the counts, or along another dim", repr(count.index))
     return Val(v.dims, c.terms.make("offsets", index=count.index, attr=count.attr, dtype="int"), c.dtype)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from ..algebra.affine import Axis, Size
 from ..algebra.layout import Dim, Val, reshape, sliced
 from ..canonical import Call
@@ -16,7 +14,7 @@ from .registry import Context, Result, dim, dims, number, rule, static_int, val
 @rule("reshape", "flatten", "unflatten")
 def _reshape(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if any(isinstance(s, torch.dtype) for s in call.get("shape", ())):
+    if c.dtype != v.dtype:
         raise Unproved("a view as another dtype")
     return reshape(c.terms, v, c.sizes)
 
@@ -47,7 +45,7 @@ def _permute(c: Context, call: Call) -> Result:
 @rule("getattr")
 def _getattr(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
-    if call.get("name") not in ("T", "mT"):
+    if call.get("name") not in ("T", "mT") or (len(v.dims) != 2 and call.get("name") == "T"):
         raise Unproved("an unknown attribute", str(call.get("name")))
     return Val((*v.dims[:-2], v.dims[-1], v.dims[-2]), v.term, v.dtype)
 

@@ -114,6 +114,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
             )
         )
     chosen: dict[int, Any] = {}
+    copies_left = options.weight_copy_bytes
     plans: list[tuple[str, bool]] = []
     for number, region in enumerate(found.regions):
         fused, why = False, region.router_why
@@ -129,7 +130,8 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
         if skip := _skipped(region, len(chosen), options):
             journal.record(RegionSkipped(graph=graph, region=number, why=skip))
             continue
-        planning = stage("plan", _plan, region.spec.experts, region.device, options, launch_mode)
+        planning = stage("plan", _plan, region.spec.experts, region.device, options, launch_mode, copies_left)
+        copies_left -= planning.copied_bytes
         journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
         chosen[number] = region
         plans.append((str(planning.plan), fused))
@@ -163,13 +165,11 @@ def _recognize(gm: torch.fx.GraphModule) -> Any:
     return recognize(gm)
 
 
-def _plan(spec: Any, device: torch.device, options: Options, launch_mode: str) -> Any:
+def _plan(spec: Any, device: torch.device, options: Options, launch_mode: str, copies_left: int) -> Any:
     from .hardware import facts
     from .plan import plan_experts
 
-    return plan_experts(
-        spec, facts(device), options.provider, weight_copy_bytes=options.weight_copy_bytes, mode=launch_mode
-    )
+    return plan_experts(spec, facts(device), options.provider, weight_copy_bytes=copies_left, mode=launch_mode)
 
 
 def _check_provider(name: str) -> None:

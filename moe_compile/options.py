@@ -50,7 +50,7 @@ class Options:
         "knobs `triton_grouped(M=64)`, as `explain` prints them; `auto`: the planner picks.",
     )
     weight_copy_bytes: int = _row(
-        0, "Bytes that a block's kernels may spend on expert weights in a layout of their own, beside the model's."
+        0, "Bytes that a graph's blocks may spend together on expert weights in layouts of kernels, beside the model's."
     )
     route: str = _row(
         "auto",

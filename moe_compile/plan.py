@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from . import cost
 from .hardware import Device
 from .options import OptionError, one_of
-from .providers import Candidate, Plan, Priced, Tactic, Work, providers
+from .providers import Candidate, Plan, Priced, Tactic, Work, copied_bytes, providers
 from .spec import ExpertsSpec, RouterSpec
 from .verdict import OK, Reject, Verdict
 
@@ -31,11 +31,13 @@ class Planning:
 
     lists: for each bucket (its bound, None for the last) the short list, cheapest first: what tuning measures.
     candidates: a line a provider ("triton_grouped: ok", "aten: Reject ...") and a line for each candidate left out.
+    copied_bytes: of weights that the plan's providers keep in layouts of their own.
     """
 
     plan: Plan
     lists: dict[int | None, tuple[Priced, ...]]
     candidates: tuple[str, ...]
+    copied_bytes: int = 0
 
 
 def plan_experts(
@@ -55,25 +57,33 @@ def plan_experts(
     how tokens route, uniformly unless known. ValueError names knobs of a wish that don't go together.
     """
     wish = check_provider(provider)
-    verdicts: dict[str, Verdict] = {n: p.available() and p.supports(spec, device) for n, p in providers().items()}
+    verdicts: dict[str, Verdict] = {
+        n: p.available() and _copies(copied_bytes((n,), spec), weight_copy_bytes) and p.supports(spec, device)
+        for n, p in providers().items()
+    }
     lines = [f"{name}: {verdict}" for name, verdict in verdicts.items()]
-    if wish is not None and verdicts[wish.provider]:
-        names: tuple[str, ...] = (wish.provider,)
-    else:
-        wish, names = None, tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n)) or ("aten",)
+    able = tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n)) or ("aten",)
+    wish = wish if wish is not None and verdicts[wish.provider] else None
     lists: dict[int | None, tuple[Priced, ...]] = {}
     for bound in TOKEN_BUCKETS:
-        ranked = shortlist(spec, device, bound or OPEN_BUCKET, names, wish=wish, mode=mode, load=load)
+        T, forced = bound or OPEN_BUCKET, (wish.provider,) if wish else ()
+        ranked = shortlist(spec, device, T, forced, wish=wish, mode=mode, load=load)
+        ranked = ranked or shortlist(spec, device, T, able, mode=mode, load=load)
         fits = [p for p in ranked if p.work.copied_bytes <= weight_copy_bytes]
         for p in ranked:
             if p not in fits:
-                verdict = Reject(COPIES, f"{p.work.copied_bytes} bytes, allowed are {weight_copy_bytes}")
-                lines += [line] if (line := f"{p.candidate}: {verdict}") not in lines else []
+                line = f"{p.candidate}: {_copies(p.work.copied_bytes, weight_copy_bytes)}"
+                lines += [line] if line not in lines else []
         if not fits:
-            raise OptionError(f"moe.weight_copy_bytes={weight_copy_bytes} leaves no candidate of {', '.join(names)}")
+            raise ValueError(f"no candidate of {', '.join(able)} is left for {T} tokens of {spec}")
         lists[bound] = tuple(fits[:limit])
     plan = Plan.of((bound, ranked[0].candidate) for bound, ranked in lists.items())
-    return Planning(plan=plan, lists=lists, candidates=tuple(lines))
+    used = dict.fromkeys(candidate.provider for _, candidate in plan.buckets)
+    return Planning(plan=plan, lists=lists, candidates=tuple(lines), copied_bytes=copied_bytes(used, spec))
+
+
+def _copies(needed: int, allowed: int) -> Verdict:
+    return OK if needed <= allowed else Reject(COPIES, f"{needed} bytes, allowed are {allowed}")
 
 
 def shortlist(
@@ -86,7 +96,7 @@ def shortlist(
     mode: str = "graph",
     load: cost.Load | None = None,
 ) -> tuple[Priced, ...]:
-    """All tactics that the named providers offer for T tokens, cheapest first by predicted seconds."""
+    """All tactics that the named providers offer for T tokens, cheapest first by predicted seconds; may be empty."""
     load = load or cost.Load.uniform(spec.E, spec.K)
     found: dict[Candidate, Priced] = {}
     for name in names:
@@ -97,8 +107,6 @@ def shortlist(
             candidate = Candidate(provider=name, tactic=tactic)
             seconds = cost.estimate(work, device, load, T, mode=mode).seconds
             found[candidate] = Priced(candidate=candidate, seconds=seconds, work=work)
-    if not found:
-        raise ValueError(f"no provider of {', '.join(names)} has a tactic for {T} tokens of {spec}")
     return tuple(sorted(found.values(), key=lambda p: p.seconds))
 
 

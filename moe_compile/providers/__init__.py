@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
 from ..work import Work
-from .base import Candidate, Launcher, Plan, Priced, Provider, Tactic
+from .base import Candidate, Launcher, Plan, Priced, Provider, Tactic, Unserved
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Candidate", "ExpertWeights", "Launcher", "Plan", "Priced", "Provider", "Tactic", "Work", "launcher", "providers",
+    "Candidate", "ExpertWeights", "Launcher", "Plan", "Priced", "Provider", "Tactic", "Unserved", "Work",
+    "copied_bytes", "launcher", "providers",
 ]  # fmt: skip
 
 
@@ -22,10 +25,13 @@ __all__ = [
 def providers() -> dict[str, Provider]:
     """Every provider by name; `aten` is first, and runs any spec on any device."""
     from .aten import Aten
+    from .flashinfer_backends import hopper_and_older
+    from .flashinfer_trtllm import blackwell
+    from .frost import frosts
     from .triton_decode import TritonDecode
     from .triton_grouped import TritonGrouped
 
-    return {p.name: p for p in (Aten(), TritonDecode(), TritonGrouped())}
+    return {p.name: p for p in (Aten(), TritonDecode(), TritonGrouped(), *hopper_and_older(), *blackwell(), *frosts())}
 
 
 @lru_cache(1024)
@@ -36,11 +42,27 @@ def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launche
         raise ValueError(f"provider {candidate.provider!r} is not one of {', '.join(known)}")
     provider = known[candidate.provider]
     launch = provider.build(candidate.tactic, spec, device)  # type: ignore[arg-type]
-    if spec.gate_up.halves != "separate" or candidate.provider == "aten":
+    if provider.reads_any(spec):
         return launch
     aten = known["aten"].build(Tactic(), spec, device)  # type: ignore[arg-type]
 
     def run(x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Tensor:
-        return (launch if provider.reads(packed) else aten)(x, ids, w, packed)
+        try:
+            if provider.reads(packed):
+                return launch(x, ids, w, packed)
+        except Unserved as unserved:
+            warn_once(f"moe_compile: {candidate.provider} leaves calls to aten: {unserved}")
+        return aten(x, ids, w, packed)
 
     return run
+
+
+def copied_bytes(names: Iterable[str], spec: ExpertsSpec) -> int:
+    """Bytes that these providers keep of a block's weights in layouts of their own; what they share counts once."""
+    return sum({k: v for name in names for k, v in providers()[name].copies(spec).items()}.values())
+
+
+@lru_cache(256)
+def warn_once(text: str) -> None:
+    """Warn, the first time that the text is given."""
+    warnings.warn(text, stacklevel=2)

@@ -136,6 +136,9 @@ class Aten(Provider):
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
         return _work(spec, self._path(tactic, spec, device))
 
+    def reads_any(self, spec: ExpertsSpec) -> bool:
+        return True
+
     def _path(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device | Device) -> str:
         path = dict(tactic.knobs).get("path") or path_of(spec, device)
         if path not in PATHS or set(dict(tactic.knobs)) - {"path"}:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
-from ..verdict import OK, Verdict
+from ..verdict import OK, Reject, Verdict
 from ..work import Work
 
 if TYPE_CHECKING:
@@ -118,6 +118,14 @@ Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor | None", Expe
 inputs only, makes no host synchronization on CUDA."""
 
 
+class Unserved(Exception):
+    """A launcher can't serve this very call, and has not begun it: aten runs the call instead. Carries the Reject."""
+
+    def __init__(self, verdict: Reject) -> None:
+        super().__init__(str(verdict))
+        self.verdict = verdict
+
+
 class Provider(ABC):
     """A family of kernels that can run some ExpertsSpecs on some devices."""
 
@@ -133,7 +141,7 @@ class Provider(ABC):
 
     @abstractmethod
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
-        """Ways to run T tokens, most promising first, each with its work. Never empty where `supports` is Ok."""
+        """Ways to run T tokens, most promising first, each with its work. Empty where it can't run so many."""
 
     @abstractmethod
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
@@ -143,12 +151,13 @@ class Provider(ABC):
         """Whether these very tensors can be read in place, asked on each call. Where not, aten runs the call."""
         return OK
 
-    def prepare(self, weights: ExpertWeights, spec: ExpertsSpec) -> tuple[ExpertWeights, int]:
-        """One-time packing: (packed, bytes copied). Native layouts are read in place: 0 bytes, the same tensors.
+    def reads_any(self, spec: ExpertsSpec) -> bool:
+        """Whether a launcher serves every call that the spec allows. Where not, `reads` is asked and Unserved met."""
+        return spec.gate_up.halves != "separate"
 
-        Every provider so far reads native layouts, so nothing calls this yet; one that copies declares its bytes here.
-        """
-        return weights, 0
+    def copies(self, spec: ExpertsSpec) -> dict[object, int]:
+        """Bytes of weights that it keeps in a layout of its own for each block; providers share what has one key."""
+        return {}
 
     @abstractmethod
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:

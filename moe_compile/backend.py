@@ -114,6 +114,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
             )
         )
     chosen: dict[int, Any] = {}
+    planned: dict[Any, Any] = {}
     copies_left = options.weight_copy_bytes
     plans: list[tuple[str, bool]] = []
     for number, region in enumerate(found.regions):
@@ -130,9 +131,17 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
         if skip := _skipped(region, len(chosen), options):
             journal.record(RegionSkipped(graph=graph, region=number, why=skip))
             continue
-        planning = stage("plan", _plan, region.spec.experts, region.device, options, launch_mode, copies_left)
+        key = (region.spec.experts, region.device, copies_left)
+        if key not in planned:
+            planned[key] = stage("plan", _plan, *key, options, launch_mode)
+        planning, device, buckets = planned[key]
         copies_left -= planning.copied_bytes
-        journal.record(Planned(graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan)))
+        journal.record(
+            Planned(
+                graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan),
+                device=str(device), buckets=buckets,
+            )
+        )  # fmt: skip
         chosen[number] = region
         plans.append((str(planning.plan), fused))
     finish: Callable[[Any], Any] | None = None
@@ -165,11 +174,13 @@ def _recognize(gm: torch.fx.GraphModule) -> Any:
     return recognize(gm)
 
 
-def _plan(spec: Any, device: torch.device, options: Options, launch_mode: str, copies_left: int) -> Any:
+def _plan(spec: Any, device: torch.device, copies_left: int, options: Options, launch_mode: str) -> Any:
     from .hardware import facts
-    from .plan import plan_experts
+    from .plan import account, plan_experts
 
-    return plan_experts(spec, facts(device), options.provider, weight_copy_bytes=copies_left, mode=launch_mode)
+    on = facts(device)
+    planning = plan_experts(spec, on, options.provider, weight_copy_bytes=copies_left, mode=launch_mode)
+    return planning, on, account(planning, spec, on, mode=launch_mode)
 
 
 def _check_provider(name: str) -> None:

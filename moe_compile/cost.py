@@ -21,6 +21,7 @@ from typing import Any
 import sympy
 
 from .hardware import Device
+from .spec import ELEMENT_BYTES, ExpertsSpec
 from .work import Passed, Sorted, Step, Streamed, Tiled, Work
 
 # Rows: name, formula. Units: bytes, FLOP, seconds. Constants are those of CONSTANTS.
@@ -176,6 +177,17 @@ def estimate(
     if mode == "eager":
         seconds = max(seconds, device.launch_seconds * sum(rows["launches"] for _, rows in steps))
     return Breakdown(seconds=seconds, steps=steps)
+
+
+def limit(spec: ExpertsSpec, device: Device, load: Load, T: int) -> tuple[float, str]:
+    """(seconds that no kernel can be below, what sets them: "memory" or "compute"), by the device's datasheet.
+
+    memory: each weight of the experts that T tokens reach is read once. compute: two FLOP a weight and route.
+    """
+    weights = (spec.G + spec.I) * spec.H
+    memory = load.active(T) * weights * ELEMENT_BYTES[spec.x] / device.bandwidth
+    compute = 2 * T * load.K * weights / device.flop_rate(spec.x)
+    return max((memory, "memory"), (compute, "compute"))
 
 
 def _rows(step: Step, numbers: Mapping[str, float], device: Device, load: Load, T: int) -> dict[str, float]:

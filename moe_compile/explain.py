@@ -23,6 +23,7 @@ from .spec import MoESpec
 class Region:
     """A block that was proved. `chosen` is its plan's text; `router_why` says why its router kept its nodes, if it did.
 
+    `device` is what it was planned for, `buckets` has what each token bucket was offered and what its choice costs.
     `candidates` are the verdicts on each provider. `skipped` names the option that left the block as it was, "" if none
     did; `replaced` is False there, and where a later stage failed.
     """
@@ -33,6 +34,8 @@ class Region:
     where: Where
     candidates: tuple[str, ...] = ()
     chosen: str = ""
+    device: str = ""
+    buckets: tuple[journal.Bucket, ...] = ()
     router_why: str = ""
     skipped: str = ""
     replaced: bool = False
@@ -86,6 +89,8 @@ class Report:
                     where=e.where,
                     candidates=plan.candidates if plan else (),
                     chosen=plan.plan if plan else "",
+                    device=plan.device if plan else "",
+                    buckets=plan.buckets if plan else (),
                     router_why=e.router_why,
                     skipped=skipped.get((e.graph, e.region), ""),
                     replaced=e.graph in lowered and (e.graph, e.region) not in skipped,
@@ -202,9 +207,55 @@ def _region_lines(same: list[Region]) -> list[str]:
     if first.where.source:
         lines.append(f"  source      {first.where.source}  {first.where.code}".rstrip())
     lines += [f"  {'considered' if i == 0 else '':10}  {c}" for i, c in enumerate(first.candidates)]
-    why_not = first.skipped or "a later stage failed"
-    lines.append(f"  chosen      {_plan(first.chosen) if first.replaced else f'not replaced: {why_not}'}")
+    if not first.replaced:
+        return [*lines, f"  chosen      not replaced: {first.skipped or 'a later stage failed'}"]
+    lines += [f"  {'chosen' if i == 0 else '':10}  {c}" for i, c in enumerate(_plan(first.chosen))]
+    if first.buckets:
+        lines.append(f"  predicted   on {first.device}, the limit by its datasheet")
+        lines += [f"              {row}" for row in _table(bucket_rows(first.buckets))]
     return lines
+
+
+def bucket_rows(buckets: Sequence[journal.Bucket]) -> list[tuple[str, ...]]:
+    """A heading and a row for each run of buckets that chose alike, at the largest token count of the run.
+
+    fill: of the rows that tensor cores compute, the share that are routes. runner-up: the next best that was offered,
+    and its time over the chosen one's.
+    """
+    rows: list[tuple[str, ...]] = [
+        ("tokens", "us", "limit", "of limit", "set by", "experts", "fill", "waves", "runner-up")
+    ]
+    runs: dict[str, journal.Bucket] = {}
+    for bucket in buckets:
+        runs[bucket.chosen] = bucket
+    for chosen, bucket in runs.items():
+        mine = next((o for o in bucket.offers if o.candidate == chosen), None)
+        if mine is None:
+            continue
+        others = [o for o in bucket.offers if o is not mine]
+        fill, waves = bucket.step_rows("fill"), bucket.step_rows("waves")
+        rows.append(
+            (
+                str(bucket.tokens),
+                f"{1e6 * mine.predicted:.1f}",
+                f"{1e6 * bucket.limit:.1f}",
+                f"{bucket.limit / mine.predicted:.0%}",
+                bucket.bound_by,
+                f"{bucket.active:.0f}",
+                f"{min(fill):.0%}" if fill else "",
+                " + ".join(f"{w:.1f}" for w in waves),
+                f"{_unlike(others[0].candidate, chosen)}, {others[0].predicted / mine.predicted:.2f} x"
+                if others
+                else "none",
+            )
+        )
+    return rows
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as they need be; numbers to the right, the last column as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join((*(f"{c:>{w}}" for c, w in zip(row[:-1], widths)), row[-1])).rstrip() for row in rows]
 
 
 def _rejection_lines(same: list[Rejection]) -> list[str]:
@@ -218,9 +269,18 @@ def _rejection_lines(same: list[Rejection]) -> list[str]:
     return lines
 
 
-def _plan(text: str) -> str:
-    """ "up to 16 tokens aten, more triton_grouped" of the plan "16:aten;*:triton_grouped"."""
+def _plan(text: str) -> list[str]:
+    """["up to 16 tokens  aten", "more  triton_grouped"] of the plan "16:aten;*:triton_grouped"."""
     buckets = [bucket.partition(":")[::2] for bucket in text.split(";")]
     if len(buckets) == 1:
-        return f"{buckets[0][1]} for any number of tokens"
-    return ", ".join(f"more {c}" if bound == "*" else f"up to {bound} tokens {c}" for bound, c in buckets)
+        return [f"{buckets[0][1]} for any number of tokens"]
+    bounds = ["more" if bound == "*" else f"up to {bound} token{'' if bound == '1' else 's'}" for bound, _ in buckets]
+    return [f"{bound:{max(map(len, bounds))}}  {c}" for bound, (_, c) in zip(bounds, buckets)]
+
+
+def _unlike(candidate: str, other: str) -> str:
+    """`candidate` by what tells it from `other`: of the same provider only the knobs that differ."""
+    (name, knobs), (other_name, other_knobs) = (c.rstrip(")").partition("(")[::2] for c in (candidate, other))
+    if name != other_name:
+        return name
+    return ",".join(k for k in knobs.split(",") if k not in other_knobs.split(","))

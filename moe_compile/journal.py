@@ -72,13 +72,49 @@ class RegionRejected(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Offer:
+    """A candidate of a token bucket, and the seconds that a call of it is predicted to take."""
+
+    candidate: str
+    predicted: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """A token bucket of a plan, as the cost model sees it at `tokens`, its largest count (`bound`; None: unbounded).
+
+    limit: seconds below which no kernel can be, by the device's datasheet; bound_by: "memory" (bytes of the weights
+    of the experts that are reached) or "compute" (FLOP). active: experts that so many tokens reach. offers: cheapest
+    first. steps: the chosen one's launches, each with the rows of its sheet (cost.SHEETS).
+    """
+
+    bound: int | None
+    tokens: int
+    limit: float
+    bound_by: str
+    active: float
+    chosen: str
+    offers: tuple[Offer, ...]
+    steps: tuple[tuple[str, tuple[tuple[str, float], ...]], ...] = ()
+
+    def step_rows(self, row: str) -> list[float]:
+        """A row of each step that has it."""
+        return [value for _, rows in self.steps for name, value in rows if name == row]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Planned(Event):
-    """The plan of a region: every candidate considered ("triton_grouped: Reject ..."), and the plan's text."""
+    """The plan of a region: every candidate considered ("triton_grouped: Reject ..."), and the plan's text.
+
+    device: what it was planned for, in words. buckets: what each token bucket was offered, and why it chose.
+    """
 
     logger: ClassVar[str] = "plan"
     region: int
     candidates: tuple[str, ...]
     plan: str
+    device: str = ""
+    buckets: tuple[Bucket, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

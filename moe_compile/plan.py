@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from . import cost
 from .hardware import Device
+from .journal import Bucket, Offer
 from .options import OptionError, one_of
 from .providers import Candidate, Plan, Priced, Tactic, Work, copied_bytes, providers
 from .spec import ExpertsSpec, RouterSpec
@@ -84,6 +85,33 @@ def plan_experts(
 
 def _copies(needed: int, allowed: int) -> Verdict:
     return OK if needed <= allowed else Reject(COPIES, f"{needed} bytes, allowed are {allowed}")
+
+
+def account(
+    planning: Planning, spec: ExpertsSpec, device: Device, *, mode: str = "graph", load: cost.Load | None = None
+) -> tuple[Bucket, ...]:
+    """What each token bucket was offered and what its plan's choice costs, for the journal."""
+    load = load or cost.Load.uniform(spec.E, spec.K)
+    found = []
+    for bound, offers in planning.lists.items():
+        T = bound or OPEN_BUCKET
+        chosen = planning.plan.at(T)
+        limit, bound_by = cost.limit(spec, device, load, T)
+        work = next((p.work for p in offers if p.candidate == chosen), None)
+        steps = cost.estimate(work, device, load, T, mode=mode).steps if work else ()
+        found.append(
+            Bucket(
+                bound=bound,
+                tokens=T,
+                limit=limit,
+                bound_by=bound_by,
+                active=load.active(T),
+                chosen=str(chosen),
+                offers=tuple(Offer(candidate=str(p.candidate), predicted=p.seconds) for p in offers),
+                steps=tuple((name, tuple(rows.items())) for name, rows in steps),
+            )
+        )
+    return tuple(found)
 
 
 def shortlist(

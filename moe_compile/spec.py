@@ -35,6 +35,7 @@ from typing import Any
 from .activation import Activation
 
 DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+ELEMENT_BYTES = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2}
 _SHORT = {long: short for short, long in DTYPES.items()}
 
 GATE_UP_STORAGE = ("EGH", "EHG")  # G = 2I rows (or I where there is no gate)

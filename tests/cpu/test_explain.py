@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from blocks import GroupedBlock, H
 
 from moe_compile import journal
-from moe_compile.explain import Report, _places, explain
+from moe_compile.explain import Report, _places, bucket_rows, explain
 from moe_compile.journal import Where
-from moe_compile.spec import MoESpec
+from moe_compile.spec import MoESpec, RouterSpec
 
 EXPERTS = (
     "experts(E=8 K=2 H=64 I=32 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=f32 w=f32 out=f32)"
@@ -59,9 +60,10 @@ def test_equal_blocks_print_once():
     assert text.splitlines()[0] == "moe_compile: 2 graphs, 96 of 96 MoE blocks replaced, 0 not proved"
     assert "model.layers.0.mlp ... model.layers.47.mlp: 96 blocks in 2 graphs" in text
     assert text.count(EXPERTS) == 1
-    assert text.count(ROUTER) == 1
+    assert text.count(str(RouterSpec.parse(ROUTER))) == 1
     assert "computes    2 of 8 experts a token, 64 -> 32 -> 64, swiglu, weights in f32" in text
-    assert "up to 16 tokens aten, more triton_grouped(BLOCK_M=64)" in text
+    assert "up to 16 tokens  aten\n" in text
+    assert "more             triton_grouped(BLOCK_M=64)" in text
     assert "modeling.py:7  return self.experts(x)" in text
 
 
@@ -196,3 +198,44 @@ def test_explain_passes_options_on(qwen):
 def test_explain_takes_a_function_and_reports_nothing_found():
     report = explain(lambda x: torch.relu(x) + 1, torch.randn(3))
     assert (report.graphs, report.regions, report.rejections) == (1, (), ())
+
+
+def bucket(tokens: int, chosen: str, *offers: tuple[str, float], bound: int | None = None, **steps: float):
+    return journal.Bucket(
+        bound=bound,
+        tokens=tokens,
+        limit=10e-6,
+        bound_by="memory",
+        active=8.0,
+        chosen=chosen,
+        offers=tuple(journal.Offer(candidate=c, predicted=s) for c, s in offers),
+        steps=(("fc1", tuple(steps.items())),),
+    )
+
+
+def test_buckets_that_chose_alike_are_one_row_with_the_runner_up():
+    narrow, wide = "triton_grouped(M=16,N1=32)", "triton_grouped(M=64,N1=32)"
+    rows = bucket_rows(
+        [
+            bucket(1, narrow, (narrow, 12e-6), ("aten", 24e-6), bound=1),
+            bucket(2, narrow, (narrow, 20e-6), ("aten", 25e-6), bound=2, fill=0.125, waves=1.5),
+            bucket(8, wide, (wide, 40e-6), (narrow, 44e-6), fill=0.5, waves=3.0),
+        ]
+    )
+    assert rows[1:] == [
+        ("2", "20.0", "10.0", "50%", "memory", "8", "12%", "1.5", "aten, 1.25 x"),
+        ("8", "40.0", "10.0", "25%", "memory", "8", "50%", "3.0", "M=16, 1.10 x"),
+    ]
+
+
+def test_the_plan_of_a_real_block_is_accounted_for():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        report = explain(GroupedBlock(), torch.randn(4, H))
+    (region,) = report.regions
+    assert [b.tokens for b in region.buckets] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192]
+    for b in region.buckets:
+        predicted = {o.candidate: o.predicted for o in b.offers}
+        assert predicted[b.chosen] == min(predicted.values())
+        assert 0 < b.limit < predicted[b.chosen], "nothing is faster than the datasheet"
+    assert "predicted   on CPU (cpu" in str(report)

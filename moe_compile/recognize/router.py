@@ -7,21 +7,24 @@ RouterSpec means; hash-consing makes the comparison exact. Anything else keeps i
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.fx
 
-from ..algebra.affine import Affine, Axis, as_size, axis_index, flat, times
-from ..algebra.layout import Val, number_of
-from ..algebra.terms import Term, find
+from ..algebra.affine import Affine, Axis, Size, axis_index, flat, times
+from ..algebra.layout import Val, decode, number_of
+from ..algebra.terms import Term, leaves, subterms
 from ..canonical import Writes, canonical
 from ..nodes import fake, storage
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
 from .match import Match
 from .reading import scalar_value, sizes_of, strip
+from .selection import Selection
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -84,66 +87,104 @@ def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:
     opened = type(walk)(cut=False, terms=walk.terms)
     for n in nodes:
         opened.visit(n)
-    if block.ids not in opened.selections:
-        raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
-    weights = opened.value(block.weights)
-    ids = opened.value(block.ids)
-    if not isinstance(weights, Val) or not isinstance(ids, Val) or weights.sizes != ids.sizes:
-        raise Unproved("weights and ids differ in shape")
-    return _Router(opened, nodes, block, weights, ids).read()
+    return _Router(opened, nodes, block).read()
 
 
 class _Router:
-    def __init__(self, walk: Walk, nodes: list[torch.fx.Node], block: Match, weights: Val, ids: Val) -> None:
+    """Reads the weights' term from its end: scales, division, score; then what chose the ids."""
+
+    def __init__(self, walk: Walk, nodes: list[torch.fx.Node], block: Match) -> None:
         self.walk, self.terms, self.nodes, self.block = walk, walk.terms, nodes, block
-        self.weights = weights
-        self.choice = walk.selections[block.ids]
-        self.E = self.choice.sizes[-1]
-        digits = [a for a in self.choice.dims[-1] if isinstance(a, Axis)]
-        if self.E != block.spec.E or len(digits) not in (1, 2):
-            raise Unproved("the top-k is not over all experts", f"{self.E} of {block.spec.E}")
-        # the experts' axis; where a mask of groups split it, e = g * size + j
-        self.e = digits[0] if len(digits) == 1 else Axis(self.E)
-        self.group = digits if len(digits) == 2 else None
-        self.split = (
-            {} if not self.group else {self.e: axis_index(digits[0]).scaled(digits[1].size) + axis_index(digits[1])}
-        )
-        self.t_axes = [a for d in self.choice.dims[:-1] for a in d if isinstance(a, Axis)]
-        # name the weights' axes as the choice's: tokens alike, and k as the ids'
+        weights, ids = walk.value(block.weights), walk.value(block.ids)
+        if not isinstance(weights, Val) or not isinstance(ids, Val) or weights.sizes != ids.sizes:
+            raise Unproved("weights and ids differ in shape")
+        w, self.ids = self._without_skips(self._named(weights, ids), ids.term)
+        if self.ids.op != "leaf" or self.ids.attr.node not in walk.selections:
+            raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
+        self.choice = Selection(walk, self.ids.attr.node)
+        if self.choice.E < block.spec.E:
+            raise Unproved("the top-k is not over all experts", f"{self.choice.E} of {block.spec.E}")
+        # name tokens and choices as the selection does; both number them alike
         self.k_axes = [a for a in ids.dims[-1] if isinstance(a, Axis)]
+        t_axes = [a for d in ids.dims[:-1] for a in d if isinstance(a, Axis)]
+        if [a.size for a in t_axes] != [a.size for a in self.choice.t_axes]:
+            raise Unproved("weights and choice differ in layout")
+        tokens = {a: axis_index(b) for a, b in zip(t_axes, self.choice.t_axes) if a is not b}
+        self.w, self.ids = self.terms.substitute(w, tokens), self.terms.substitute(self.ids, tokens)
+        self.t = number_of(self.choice.t_axes)
+        self._whole(self.ids, self.t.scaled(block.spec.K) + number_of(self.k_axes), block.spec.K)
+
+    def read(self) -> RouterMatch:
+        w, scale, expert_scale = self._scaled(self.w)
+        w, renorm, eps = self._renormalized(w)
+        score, at_e, body = self._score(strip(w))
+        bias = self.choice.bias(at_e)
+        values = "choice" if self._top_values(strip(w)) and self.choice.group else "score"
+        logits = self._logits(body)
+        spec = RouterSpec(
+            E=self.choice.E, K=self.block.spec.K, score=score, score_dtype=_short(self.dtype), bias=bias is not None,
+            **self.choice.fields, values=values, renorm=renorm, eps=eps, scale=scale,
+            expert_scale=expert_scale is not None, logits=_short(fake(logits).dtype),
+            out=_short(fake(self.block.weights).dtype),  # type: ignore[arg-type]
+        )  # fmt: skip
+        for leaf in leaves(body), [t for t in (bias, expert_scale) if t is not None]:
+            late = [t for t in leaf if not self.walk.current(t)]
+            if late:
+                raise Unproved("a tensor of the router is written after it was read", late[0].attr.name)
+        bias_node, scale_node = (None if t is None else t.attr.node for t in (bias, expert_scale))
+        return RouterMatch(spec=spec, logits=logits, bias=bias_node, expert_scale=scale_node, nodes=tuple(self.nodes))
+
+    # names
+
+    def _named(self, weights: Val, ids: Val) -> Term:
+        """The weights' term over the ids' axes."""
         mapping: dict[Axis, Affine] = {}
         for have, want in zip(weights.dims, ids.dims):
             if len(have) != len(want):
                 raise Unproved("weights and ids differ in layout")
             mapping.update({a: axis_index(b) for a, b in zip(have, want)})  # type: ignore[arg-type, misc]
-        self.w = self.terms.substitute(weights.term, mapping)
-        self.ids = ids.term
+        return self.terms.substitute(weights.term, mapping)
 
-    def read(self) -> RouterMatch:
-        w, scale = self._scaled(self.w)
-        numerator, renorm, eps = self._renormalized(w)
-        score, dtype, logits, score_at_e = self._score(strip(numerator))
-        bias, groups = self._selection(score_at_e)
-        spec = RouterSpec(
-            E=self.block.spec.E, K=self.block.spec.K, score=score, score_dtype=_short(dtype), bias=bias is not None,
-            **groups, renorm=renorm, eps=eps, scale=scale, logits=_short(logits.dtype),
-            out=_short(fake(self.block.weights).dtype),  # type: ignore[arg-type]
-        )  # fmt: skip
-        self._whole(logits)
-        return RouterMatch(spec=spec, logits=logits.attr.node, bias=bias, expert_scale=None, nodes=tuple(self.nodes))
+    def _without_skips(self, w: Term, ids: Term) -> tuple[Term, Term]:
+        """Of where(ids == E, 0, w) and where(ids == E, any, ids): w and ids. The experts give such a route 0 anyway."""
+        if ids.op != "pw" or ids.attr != "where" or w.op != "pw" or w.attr != "where":
+            return w, ids
+        mask, _, chosen = ids.args
+        if w.args[0] is not mask or w.args[1].op != "const" or float(w.args[1].attr[1]) != 0:
+            return w, ids
+        if mask.op != "pw" or mask.attr not in ("eq", "ge") or mask.args[0] is not chosen:
+            return w, ids
+        bound = mask.args[1]
+        none = bound.op == "const" and bound.attr[1] == self.block.spec.E
+        last = chosen.op == "leaf" and self.walk.ranges.get(chosen.attr) == self.block.spec.E + 1
+        return (w.args[2], chosen) if none and (last or mask.attr == "ge") else (w, ids)
 
-    def _scaled(self, w: Term) -> tuple[Term, float]:
-        """Peels multiplications by numbers."""
-        scale = 1.0
+    def _at_expert(self, t: Term) -> Term:
+        """What `t` reads at the chosen experts, read at e instead."""
+        return self.terms.rewrite(t, lambda x: self.terms.integer(self.choice.e) if x is self.ids else None)
+
+    # the weights
+
+    def _scaled(self, w: Term) -> tuple[Term, float, Term | None]:
+        """Peels multiplications by numbers, and by one vector's element at the chosen expert."""
+        scale, vector = 1.0, None
         w = strip(w)
         while w.op == "pw" and w.attr in ("mul", "div"):
-            numbers = [a for a in w.args if a.op in ("const", "scalar")]
-            if len(numbers) != 1 or (w.attr == "div" and numbers[0] is not w.args[1]):
-                break
-            n = float(numbers[0].attr[1]) if numbers[0].op == "const" else scalar_value(numbers[0])
-            scale = scale * n if w.attr == "mul" else scale / n
-            w = strip(next(a for a in w.args if a is not numbers[0]))
-        return w, scale
+            by = next((a for a in w.args if a.op in ("const", "scalar")), None)
+            if by is not None and (w.attr == "mul" or by is w.args[1]):
+                n = float(by.attr[1]) if by.op == "const" else scalar_value(by)
+                scale = scale * n if w.attr == "mul" else scale / n
+            else:
+                by = next((a for a in w.args if self._per_expert(strip(a))), None)
+                if by is None or w.attr == "div" or vector is not None:
+                    break
+                vector = strip(by)
+            w = strip(w.args[0] if by is w.args[1] else w.args[1])
+        return w, scale, vector
+
+    def _per_expert(self, t: Term) -> bool:
+        """Whether `t` is a whole vector over the experts, read at the chosen one."""
+        return t.op == "leaf" and t.index == (self.terms.value(self.ids),) and sizes_of(t) == [self.choice.E]
 
     def _renormalized(self, w: Term) -> tuple[Term, str, float]:
         """Peels a division by the sum over the choices."""
@@ -163,137 +204,76 @@ class _Router:
             raise Unproved("the weights are divided by something else than their sum", repr(denominator)[:200])
         return numerator, kind, eps
 
-    def _score(self, s: Term) -> tuple[str, torch.dtype, Term, Term]:
-        """(score, its dtype, the logits leaf at (t, e), the selection score at (t, e)) of the scores at the ids."""
+    def _score(self, s: Term) -> tuple[str, Term, Term]:
+        """(score, the selection score at (t, e), the logits there) of the scores at the ids; sets their dtype."""
+        if self._top_values(s):
+            name, logits = self._function(self.choice.unmasked)
+            return name, self.choice.unmasked, logits
+        self.dtype = s.dtype
+        if s.op == "softmax" and s.index and list(s.index) == [axis_index(a) for a in self.k_axes]:  # over the chosen
+            axes, (body,) = self.terms.open(s)
+            body = self.terms.substitute(body, {a: axis_index(k) for a, k in zip(axes, self.k_axes)})
+            logits = self._at_expert(_before_cast(body, s.dtype))
+            return "topk_softmax", logits, logits
+        at_e = self._at_expert(s)
+        if at_e is s:
+            raise Unproved("the weights are not scores at the chosen experts", repr(s)[:200])
+        name, logits = self._function(at_e)
+        chose = self.choice.unmasked
+        if name == "sigmoid" and logits in (chose, *(chose.args if chose.op == "pw" and chose.attr == "add" else ())):
+            return "topk_sigmoid", logits, logits
+        return name, at_e, logits
+
+    def _top_values(self, s: Term) -> bool:
+        """Whether `s` is the values of the top-k that chose the ids, where no rule could say what they are."""
+        if s.op != "leaf" or s.attr.version or s.attr.node.target is not operator.getitem:
+            return False
+        source, item = s.attr.node.args
+        return item == 0 and source is self.ids.attr.node.args[0] and s.index == self.ids.index
+
+    def _function(self, s: Term) -> tuple[str, Term]:
+        """(score function, its argument) of the score at (t, e)."""
+        self.dtype = s.dtype
         if s.op == "softmax":
             axes, (body,) = self.terms.open(s)
-            body = _before_cast(body, s.dtype)
-            if body.op != "leaf" or len(axes) != 1:
-                raise Unproved("a softmax of something else than logits", repr(body)[:200])
-            if s.index == (self.terms.value(self.ids),):  # over the experts, read at the ids
-                logits = self.terms.substitute(body, {axes[0]: axis_index(self.e)})
-                at_e = self.terms.make("softmax", s.args, (axis_index(self.e),), s.bound, s.attr, s.dtype)
-                return "softmax", s.dtype, logits, at_e
-            if [axis_index(a) for a in self.k_axes] == list(s.index):  # over the chosen
-                logits = self._at_expert(self.terms.substitute(body, {axes[0]: axis_index(self.k_axes[0])}))
-                return "topk_softmax", s.dtype, logits, logits
-            raise Unproved("a softmax over neither the experts nor the choices", repr(s)[:200])
-        name = "sigmoid"
-        inner = s
-        if s.op == "pw" and s.attr == "sqrt":
-            name, inner = "sqrtsoftplus", s.args[0]
+            if len(axes) != 1 or axes[0].size != self.choice.E or s.index != (self.choice.e,):
+                raise Unproved("a softmax over neither the experts nor the choices", repr(s)[:200])
+            body = self.terms.substitute(body, {axes[0]: self.choice.e})
+            return "softmax", _before_cast(body, s.dtype)
+        name, inner = ("sqrtsoftplus", s.args[0]) if s.op == "pw" and s.attr == "sqrt" else ("sigmoid", s)
         function = {"sigmoid": "sigmoid", "sqrtsoftplus": "softplus"}[name]
         if inner.op != "pw" or inner.attr != function or inner.dtype != s.dtype:
             raise Unproved("an unknown score function", repr(s)[:200])
-        chosen = _before_cast(inner.args[0], s.dtype)
-        if chosen.op != "leaf":
-            raise Unproved("a score of something else than logits", repr(chosen)[:200])
-        logits = self._at_expert(chosen)
-        at_e = self._expand(s, chosen, logits)
-        chose = self.choice.term
-        by_logits = chose is logits or (chose.op == "pw" and chose.attr == "add" and logits in chose.args)
-        if by_logits and name == "sigmoid" and not self.group:
-            return "topk_sigmoid", s.dtype, logits, logits
-        return name, s.dtype, logits, at_e
+        return name, _before_cast(inner.args[0], s.dtype)
 
-    def _expand(self, s: Term, chosen: Term, logits: Term) -> Term:
-        """`s` with the chosen logits replaced by the logits of every expert."""
-        if s is chosen:
-            return logits
-        args = tuple(self._expand(a, chosen, logits) for a in s.args)
-        return self.terms.make(s.op, args, s.index, s.bound, s.attr, s.dtype)
+    def _logits(self, t: Term) -> torch.fx.Node:
+        """The node that holds `t` for every token and expert: a leaf's own, or that of something computed from it."""
+        if self.ids in (t, *subterms(t)):
+            raise Unproved("the logits depend on the chosen experts", repr(t)[:200])
+        position = self.t.scaled(self.choice.E) + self.choice.e
+        if t.op == "leaf":
+            self._whole(t, position, self.choice.E)
+            node: torch.fx.Node = t.attr.node
+            return node
+        size = times(*(a.size for a in self.choice.t_axes), self.choice.E)
+        for node, value in self.walk.values():
+            if times(*value.sizes) == size and value.dtype == t.dtype:
+                with contextlib.suppress(Unproved):
+                    digits = decode(self.terms, position, tuple(value.axes()))
+                    if self.terms.substitute(value.term, digits) is t:
+                        return node
+        raise Unproved("a score of something that no tensor holds", repr(t)[:200])
 
-    def _at_expert(self, leaf: Term) -> Term:
-        """The leaf read at the ids, read at e instead."""
-        at = self.terms.value(self.ids)
-        if leaf.op != "leaf" or at not in leaf.index:
-            raise Unproved("the weights are not scores at the chosen experts", repr(leaf)[:200])
-        index = tuple(axis_index(self.e) if i == at else i for i in leaf.index)
-        return self.terms.make("leaf", (), index, (), leaf.attr, leaf.dtype)
-
-    def _selection(self, score: Term) -> tuple[torch.fx.Node | None, dict[str, Any]]:
-        """The bias and the groups with which the ids were chosen from `score`."""
-        choice = self.choice.term
-        groups: dict[str, Any] = {}
-        if self.group:
-            choice, groups = self._grouped(choice, *self.group)
-        score, at = self.terms.substitute(score, self.split), self.split.get(self.e, axis_index(self.e))
-        if choice is score or (score.op == "leaf" and _uncast(choice) is score):
-            return None, groups
-        if choice.op == "pw" and choice.attr == "add" and score in choice.args:
-            bias = _uncast(next((a for a in choice.args if a is not score), score))
-            sizes = tuple(sizes_of(bias)) if bias.op == "leaf" else ()
-            whole = bias.op == "leaf" and flat(bias.index, sizes) == at and times(*sizes) == self.E
-            if whole and choice.dtype == torch.promote_types(score.dtype, bias.dtype):
-                return bias.attr.node, groups
-        raise Unproved("the experts are chosen by something else than the scores", repr(choice)[:200])
-
-    def _grouped(self, masked: Term, g: Axis, j: Axis) -> tuple[Term, dict[str, Any]]:
-        """where(not in a chosen group, fill, c) at e = g * size + j: c, and what the choice of groups means."""
-        if masked.op != "pw" or masked.attr != "where":
-            raise Unproved("a choice over groups in an unknown form", repr(masked)[:200])
-        mask, fill, c = masked.args
-        inverted = mask.op == "pw" and mask.attr == "invert"
-        inner = mask.args[0] if inverted else mask
-        inner = inner.args[0] if inner.op == "cast" else inner
-        if not inverted or inner.op != "scat" or fill.op != "const" or inner.index != (axis_index(g),):
-            raise Unproved("a mask of groups in an unknown form", repr(mask)[:200])
-        _, (ids, value, base) = self.terms.open(inner)
-        scores = self.walk.selections.get(ids.attr.node) if ids.op == "leaf" else None
-        if scores is None or float(value.attr[1]) != 1 or float(base.attr[1]) != 0:
-            raise Unproved("groups that are not chosen by a top-k", repr(mask)[:200])
-        return c, {
-            "groups": g.size, "top_groups": as_size(fake(ids.attr.node).shape[-1]),
-            "group_score": self._group_score(scores, c, g, j), "group_fill": float(fill.attr[1]),
-        }  # fmt: skip
-
-    def _group_score(self, scores: Val, c: Term, g: Axis, j: Axis) -> str:
-        """How the groups' scores come from their members' `c`."""
-        axes = [a for d in scores.dims for a in d if isinstance(a, Axis)]
-        if scores.sizes[-1] != g.size or [a.size for a in axes] != [*(a.size for a in self.t_axes), g.size]:
-            raise Unproved("groups that are not the choice's", f"{scores.sizes}")
-        mapping = {a: axis_index(b) for a, b in zip(axes, [*self.t_axes, g])}
-        total = strip(self.terms.substitute(scores.term, mapping))
-        if total.op not in ("sum", "max") or len(total.bound) != 1:
-            raise Unproved("an unknown score of groups", repr(total)[:200])
-        (axis,), (body,) = self.terms.open(total)
-        if total.op == "max":
-            if axis.size == j.size and body is self.terms.substitute(c, {j: axis_index(axis)}):
-                return "max"
-            raise Unproved("an unknown score of groups", repr(total)[:200])
-        chosen = find(body, lambda t: any(_choice(b) for i in t.index for b, _ in i.items))
-        best = None if chosen is None else next(b for i in chosen.index for b, _ in i.items if _choice(b))
-        where = tuple(map(axis_index, (axis, *self.t_axes, g)))
-        if best is None or axis.size != 2 or best.index != where:
-            raise Unproved("an unknown score of groups", repr(total)[:200])
-        if body is not self.terms.substitute(c, {j: self.terms.value(best)}):
-            raise Unproved("groups are scored by something else than their members' choice scores", repr(body)[:200])
-        return "top2_sum"
-
-    def _whole(self, logits: Term) -> None:
-        sizes = sizes_of(logits)
-        t = number_of(self.t_axes)
-        whole = times(*(a.size for a in self.t_axes), self.E)
-        if flat(logits.index, tuple(sizes)) != t.scaled(self.E) + axis_index(self.e) or times(*sizes) != whole:
-            raise Unproved("the logits are not a whole tensor of tokens by experts", repr(logits))
-
-
-def _choice(base: object) -> bool:
-    return isinstance(base, Term) and base.op == "choice"
+    def _whole(self, leaf: Term, position: Affine, last: Size) -> None:
+        sizes = sizes_of(leaf)
+        whole = times(*(a.size for a in self.choice.t_axes), last)
+        if flat(leaf.index, tuple(sizes)) != position or times(*sizes) != whole:
+            raise Unproved("a tensor of the router is not read whole, at its own token", repr(leaf)[:200])
 
 
 def _before_cast(t: Term, dtype: torch.dtype) -> Term:
-    """The leaf under a cast to the score's dtype, which a RouterSpec means too."""
-    return t.args[0] if t.op == "cast" and t.dtype == dtype and t.args[0].op == "leaf" else t
-
-
-def _uncast(t: Term) -> Term:
-    """Through one widening cast, which no selection depends on."""
-    if t.op == "cast" and t.args[0].op == "leaf" and isinstance(t.args[0].dtype, torch.dtype):
-        narrow = t.args[0].dtype
-        if narrow.is_floating_point and torch.finfo(narrow).bits <= torch.finfo(t.dtype).bits:
-            return t.args[0]
-    return t
+    """What a cast to the score's dtype was given, which a RouterSpec casts too."""
+    return t.args[0] if t.op == "cast" and t.dtype == dtype and t.args[0].dtype.is_floating_point else t
 
 
 def _short(dtype: torch.dtype) -> str:

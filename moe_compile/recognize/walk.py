@@ -183,13 +183,15 @@ class Walk:
         if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):
             self.versions.write(argument)
 
+    def values(self) -> Iterator[tuple[torch.fx.Node, Val]]:
+        """The nodes whose elements, in no sorted order, are known."""
+        for node, (value, version) in self._env.items():
+            if isinstance(value, Val) and value.plain and version == self.versions.of(node):
+                yield node, value
+
     def holders(self, leaf: Term) -> Iterator[tuple[torch.fx.Node, Val]]:
         """The nodes whose elements are, in some order, those of the tensor that `leaf` reads."""
-        for node, (value, version) in self._env.items():
-            if not isinstance(value, Val) or value.term.op != "leaf" or value.term.attr != leaf.attr:
-                continue
-            if value.plain and version == self.versions.of(node):
-                yield node, value
+        return ((n, v) for n, v in self.values() if v.term.op == "leaf" and v.term.attr == leaf.attr)
 
     @property
     def known(self) -> Any:

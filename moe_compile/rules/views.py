@@ -79,6 +79,15 @@ def _identity(c: Context, call: Call) -> Result:
     return c.value(call.get("input"))
 
 
+@rule("detach")
+def _detach(c: Context, call: Call) -> Result:
+    """Whatever a gradient would flow through stops here: a leaf of its own, and a term where routers are read."""
+    v = val(c, call.get("input"))
+    if not v.dtype.is_floating_point:
+        return v
+    return None if c.cut else Val(v.dims, c.terms.make("pw", (v.term,), attr="detach", dtype=v.dtype), v.dtype)
+
+
 @rule("chunk", "split", "unbind")
 def _split(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))

@@ -186,68 +186,6 @@ def test_a_value_that_escapes_stays_computed() -> None:
             torch.testing.assert_close(got, expected)
 
 
-def _route_clamped(s: Any, logits: torch.Tensor) -> Any:
-    w, ids = torch.topk(F.softmax(logits, dim=-1), K, dim=-1)
-    return w / torch.clamp(w.sum(-1, keepdim=True), min=1e-3), ids
-
-
-def _route_biased(s: Any, logits: torch.Tensor) -> Any:
-    scores = logits.to(torch.bfloat16).sigmoid()
-    ids = torch.topk(scores + s.bias, K, dim=-1)[1]
-    return scores.gather(1, ids).float() * 2.5, ids
-
-
-def _route_late(s: Any, logits: torch.Tensor) -> Any:
-    ids = torch.topk(logits + s.bias, K, dim=-1)[1]
-    w = logits.gather(1, ids).sigmoid()
-    return w / (w.sum(-1, keepdim=True) + 1e-20), ids
-
-
-def _route_other_bias(s: Any, logits: torch.Tensor) -> Any:
-    """The near miss of the two above: the weights carry the bias too."""
-    w, ids = torch.topk(logits.sigmoid() + s.bias, K, dim=-1)
-    return w, ids
-
-
-ROUTERS: dict[str, tuple[Callable[..., Any], dict[str, Any] | None]] = {
-    "clamped sum": (_route_clamped, {"score": "softmax", "renorm": "sum_at_least_eps", "eps": 1e-3}),
-    "bias wider than the scores": (_route_biased, {"score": "sigmoid", "bias": True, "scale": 2.5}),
-    "scored after selection": (_route_late, {"score": "topk_sigmoid", "bias": True, "renorm": "sum_plus_eps"}),
-    "biased weights": (_route_other_bias, None),
-}
-
-
-class Routed(GatheredBlock):
-    def __init__(self, route: Callable[..., Any]) -> None:
-        super().__init__()
-        self.route = route
-        self.bias = nn.Parameter(torch.linspace(-0.5, 0.5, E))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, ids = self.route(self, F.linear(x, self.gate))
-        up = torch.bmm(self.gate_up[ids.reshape(-1)], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
-        g, u = up.chunk(2, dim=-1)
-        y = torch.bmm(self.down[ids.reshape(-1)], (F.silu(g) * u).unsqueeze(-1)).squeeze(-1)
-        return (y * weights.reshape(-1, 1)).view(-1, K, H).sum(dim=1)
-
-
-@pytest.mark.parametrize("name", list(ROUTERS))
-def test_routers(name: str) -> None:
-    """Recognized with these fields, or not at all; as an operator they choose and weigh as the nodes do."""
-    route, fields = ROUTERS[name]
-    module, x = Routed(route), torch.randn(T, H)
-    (region,) = recognized(module).regions
-    router = region.spec.router
-    if fields is None:
-        assert router is None
-        assert region.router_why
-    else:
-        assert router is not None, region.router_why
-        assert {k: getattr(router, k) for k in fields} == fields
-    torch._dynamo.reset()
-    same_as_eager(module, x)
-
-
 def test_weights_that_are_a_slice_of_a_wider_tensor() -> None:
     """Shared experts' weights stand behind the routed ones in one tensor: the slice is the operand."""
     wide: Callable[..., Any] = lambda ids, x, w: (ids, ids, x, torch.cat((w, w[:, :1]), -1).abs()[:, :K])

@@ -30,9 +30,12 @@ class Term:
 
     `free`: free axes. `depth`: nesting of binders. `size`: nodes below, counted with repetition.
     `routed`: whether it depends on a data-dependent index (expert ids). `dots`: whether a routed dot is inside.
+    `chosen`: the axes over which such an index varies.
     """
 
-    __slots__ = ("args", "attr", "bound", "depth", "dots", "dtype", "free", "id", "index", "op", "routed", "size")
+    __slots__ = (
+        "args", "attr", "bound", "chosen", "depth", "dots", "dtype", "free", "id", "index", "op", "routed", "size"
+    )  # fmt: skip
 
     id: int
     op: str
@@ -46,6 +49,7 @@ class Term:
     size: int
     routed: bool
     dots: bool
+    chosen: frozenset[Axis]
 
     def __repr__(self) -> str:
         attr = getattr(self.attr, "name", self.attr)
@@ -80,8 +84,10 @@ class Terms:
         t.op, t.args, t.index, t.bound, t.attr, t.dtype = op, args, index, bound, attr, dtype
         t.id = -next(self._ids)  # never an axis' id: affine bases are sorted by id
         free: set[Axis] = set()
+        chosen: set[Axis] = set()
         for a in args:
             free |= a.free
+            chosen |= a.chosen
         data = False
         for i in index:
             free |= i.free()
@@ -92,6 +98,8 @@ class Terms:
             for b, _ in i.items:
                 if isinstance(b, Term):
                     t.depth = max(t.depth, b.depth)
+                    chosen |= b.free
+        t.chosen = frozenset(chosen)
         t.size = 1 + sum(a.size for a in args)
         t.routed = data or any(a.routed for a in args)
         t.dots = any(a.dots for a in args) or (op == "dot" and t.routed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,18 +50,18 @@ class Stream:
         return self.coefficient, self.offset
 
 
-def halves_of(streams: list[Stream], E: int, H: int, I: int) -> tuple[str, list[int]]:
+def halves_of(streams: Sequence[Stream], H: int, I: int) -> tuple[str, list[int]]:
     """Where the streams' rows sit in their tensor(s); and the order of the streams by position there."""
     first = streams[0]
     weights = {s.weight.attr for s in streams}
     G = I * len(streams) if len(weights) == 1 else I
     for s in streams:
-        shape = [E, G, H] if s.storage == "EGH" else [E, H, G]
-        if sizes_of(s.weight) != shape:
+        shape = [G, H] if s.storage == "EGH" else [H, G]
+        if sizes_of(s.weight)[-2:] != shape:
             raise Unproved("the first linear's weights are only partly used", f"{sizes_of(s.weight)}, not {shape}")
         if s.storage != first.storage or (s.bias is None) != (first.bias is None):
             raise Unproved("gate and up are stored differently")
-        if s.bias is not None and sizes_of(s.bias) != [E, G]:
+        if s.bias is not None and sizes_of(s.bias)[-1] != G:
             raise Unproved("the first linear's bias is only partly used", str(sizes_of(s.bias)))
     if len(weights) == 1 and first.bias is not None and len({s.bias.attr for s in streams if s.bias}) != 1:
         raise Unproved("gate and up are stored differently")
@@ -89,10 +90,6 @@ def named(expr: Expr, streams: int) -> tuple[Activation, bool]:
     if as_is.name != "expression" or swapped.name == "expression":
         return as_is, False
     return swapped, True
-
-
-def expert_weight(t: Term) -> bool:
-    return t.op == "leaf" and t.routed and len(t.index) == 3
 
 
 def factors_of(t: Term) -> list[Term]:

@@ -198,6 +198,10 @@ class Walk:
         """The nodes that a rule gave a value."""
         return self._env.keys()
 
+    def definition(self, leaf: Term) -> Term | None:
+        """The term of a leaf's element by the operation that made its node, where a rule can tell."""
+        return None
+
     def cut_at(self, node: torch.fx.Node) -> None:
         """From here on, `node` is a leaf of itself."""
         self._env[node] = (self.leaf(node), self.versions.of(node))

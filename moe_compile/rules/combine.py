@@ -10,7 +10,7 @@ from ..verdict import Unproved
 from .registry import Context, Result, cut_here, dim, dims, rule, val
 
 
-@rule("sum")
+@rule("sum", "mean")
 def _sum(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     if cut_here(c, v):
@@ -21,7 +21,7 @@ def _sum(c: Context, call: Call) -> Result:
     summed = Val(tuple(d for i, d in enumerate(v.dims) if i in which), v.term, v.dtype)
     keep = bool(call.get("keepdim"))
     kept = tuple(() if i in which else d for i, d in enumerate(v.dims) if keep or i not in which)
-    return Val(kept, c.terms.bind("sum", tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
+    return Val(kept, c.terms.bind(call.op, tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
 
 
 @rule("softmax")
@@ -35,14 +35,6 @@ def _softmax(c: Context, call: Call) -> Result:
     axes = tuple(body.axes())
     out = c.terms.bind("softmax", axes, (term,), tuple(axis_index(a) for a in axes), dtype=c.dtype)
     return Val(v.dims, out, c.dtype)
-
-
-@rule("mean")
-def _mean(c: Context, call: Call) -> Result:
-    v = val(c, call.get("input"))
-    if cut_here(c, v):
-        return None
-    raise Unproved("a mean where a sum is expected")
 
 
 @rule("amax")

@@ -83,7 +83,7 @@ def _root_mean_square(place: Place, f: Term) -> tuple[float, list[Term]] | None:
 
 
 def _guarded(place: Place, y: Term) -> tuple[tuple[Term, int] | None, Term]:
-    """Of where(ids >= n, 0, y): (ids, n), and y as it is where ids < n. The operator gives other routes exactly 0 itself."""
+    """Of where(ids >= n, 0, y): (ids, n), and y as it is where ids < n. The operator gives other routes 0 itself."""
     if y.op != "pw" or y.attr != "where":
         return None, y
     outside, zero, inner = y.args

@@ -73,6 +73,8 @@ def _routed(walk: Walk, root: torch.fx.Node, value: Val) -> Match:
     k_axes, (body,) = walk.terms.open(total)
     place = Place(walk, value, k_axes)
     parts = read_combination(place, body)
+    if parts.weight is not None:
+        place.route_leaf(parts.weight, "routing weight")
 
     def choose(leaf: Term, role: str) -> tuple[Affine, ...] | None:
         ids = leaf.index[0].single if len(leaf.index) in (2, 3) else None
@@ -135,7 +137,9 @@ def assemble(place: Place, root: torch.fx.Node, parts: Combination, experts: lis
     x, out = short_dtype(hidden.dtype), short_dtype(fake(root).dtype)
     w = short_dtype(weight.dtype) if weight is not None else x
     if x is None or out is None or w is None:
-        raise Unproved("a dtype that specs don't have", f"{hidden.dtype}, {weight and weight.dtype}, {fake(root).dtype}")
+        raise Unproved(
+            "a dtype that specs don't have", f"{hidden.dtype}, {weight and weight.dtype}, {fake(root).dtype}"
+        )
     spec = ExpertsSpec(
         E=E, K=place.K, H=H, I=I, act=act, gate_up=Layout(storage=first.streams[0].storage, halves=halves),
         down=first.down_storage, bias=_BIAS[bool(first_bias), bool(down_bias)],

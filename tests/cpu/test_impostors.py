@@ -258,7 +258,7 @@ def a_scale_of_each_channel(s: S) -> Any:
     return F.silu(s.halves[0]) * s.halves[1] * s.other[0, :I]
 
 
-@impostor(GROUPED, "act", ELSE)
+@impostor(GROUPED, "act", "between the linears there is more than a pointwise function")
 def a_mean_over_rows(s: S) -> Any:
     return F.silu(s.halves[0]) * s.halves[1] - s.halves[1].mean(0, keepdim=True)
 
@@ -394,7 +394,7 @@ def the_first_choice_alone(s: S) -> Any:
     return s.routes[:, 0]
 
 
-@impostor(GATHERED, "out", "the routing weight is not read at its own token and choice")
+@impostor(GATHERED, "out", "the experts' outputs leave the graph without being summed over the choices")
 def twice_the_first_choice(s: S) -> Any:
     return s.routes[:, :1].expand(-1, K, -1).sum(dim=1)
 
@@ -436,8 +436,8 @@ def duplicates_dropped(s: S) -> Any:
     return torch.zeros(T, H).index_copy(0, s.perm // K, s.weighed)
 
 
-@impostor(GATHERED, "out", "the result's last dim is not the hidden one")
-def a_post_expert_norm(s: S) -> Any:
+@impostor(GATHERED, "out", "the experts' output is not a linear")
+def a_norm_by_the_sum(s: S) -> Any:
     return (s.routes / (s.routes * s.routes).sum(-1, keepdim=True).sqrt()).sum(dim=1)
 
 

@@ -21,6 +21,7 @@ examples:
   moe-compile demo                          the main job on a small random model; no download
   moe-compile explain ./my-model            what becomes of each MoE block of a model, and why
   moe-compile explain ./my-model --json     the same, for programs
+  moe-compile explain --thiek 4,2048,768,128,8 --arch sm_107    who could run such a block there
   moe-compile doctor                        versions, devices and providers of this machine
 """
 
@@ -75,8 +76,15 @@ def _parser() -> argparse.ArgumentParser:
         "say what becomes of each MoE block of a model, and why",
         "moe-compile explain ./my-model --tokens 64",
     )
+    subject = explain.add_mutually_exclusive_group(required=True)
+    subject.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a folder of a HuggingFace model (config.json is enough), or a hub id"
+    )
+    subject.add_argument(
+        "--thiek", metavar="T,H,I,E,K", help="instead of a model, a block of these sizes: who could run it, how fast"
+    )
     explain.add_argument(
-        "model", metavar="MODEL", help="a folder of a HuggingFace model (config.json is enough), or a hub id"
+        "--arch", metavar="ARCH", default="sm_90", help="with --thiek: a device (H200) or architecture (default sm_90)"
     )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
@@ -104,6 +112,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    if arguments.thiek:
+        from .outlook import outlook, thiek
+
+        tokens, spec = thiek(arguments.thiek)
+        _show(arguments, outlook(spec, tokens, arguments.arch))
+        return 0
     import torch
 
     from .explain import explain

@@ -8,6 +8,7 @@ Invariant: nothing here is fitted. What a kernel reaches of these rates is cost.
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ _ALIASES = {"B300": "GB300", "GB200": "B200", "GH200": "H200"}
 def named(text: str) -> Device:
     """The device of a name ("H200", "NVIDIA H200 141GB HBM3e") or architecture ("sm_90": the first of that kind).
 
-    ValueError lists what there is.
+    An architecture without a row ("sm_107") is GENERIC with that capability. ValueError lists what there is.
     """
     wanted = text.lower().replace("sm90a", "sm_90").replace("sm_90a", "sm_90")
     for device in (*DEVICES, CPU):
@@ -111,6 +112,8 @@ def named(text: str) -> Device:
             return device
     if row := _row(text):
         return row
+    if found := re.fullmatch(r"sm_?(\d+)(\d)[af]?", wanted):
+        return dataclasses.replace(GENERIC, capability=(int(found[1]), int(found[2])))
     known = ", ".join((*(f"{d.name} ({d.arch})" for d in DEVICES), "cpu"))
     raise ValueError(f"device {text!r} is not one of {known}")
 

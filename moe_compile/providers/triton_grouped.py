@@ -30,15 +30,11 @@ KNOBS = ("M", "N1", "K1", "W1", "S1", "SWAP1", "TMA1", "N2", "K2", "W2", "S2", "
 
 
 def triton_available() -> Verdict:
-    """OK where triton imports and has something to run on: a CUDA device, or its interpreter."""
+    """OK where triton imports."""
     try:
-        import triton
+        import triton  # noqa: F401
     except ImportError:
         return Reject("triton is not installed")
-    import torch
-
-    if not (torch.cuda.is_available() or triton.knobs.runtime.interpret):
-        return Reject("no CUDA device")
     return OK
 
 

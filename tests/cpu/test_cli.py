@@ -126,7 +126,7 @@ def test_traceback_on_request():
     [
         ((), "required: COMMAND"),
         (("expain", "x"), "invalid choice: 'expain'"),
-        (("explain",), "required: MODEL"),
+        (("explain",), "one of the arguments MODEL --thiek is required"),
         (("explain", "x", "--tokens", "0"), "'0' is not a whole number of at least 1"),
         (("explain", "x", "--tokens", "many"), "'many' is not a whole number of at least 1"),
     ],

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from moe_compile import cli
 from moe_compile.activation import Activation
 from moe_compile.hardware import named
 from moe_compile.kernels.merge import merge_routes_torch
@@ -466,3 +467,38 @@ def test_the_block_major_layout_is_the_librarys(H, I, act):
     assert torch.equal(got.gate_up[0], expected["gemm1_weights"])
     assert torch.equal(got.down, expected["gemm2_weights"])
     assert sum(stored.bytes_of(spec).values()) == 2 * (first.numel() + down.numel())
+
+
+# What `moe-compile explain --thiek` says
+
+
+def explained(capsys, *arguments: str) -> dict[str, str]:
+    assert cli.main(["explain", "--thiek", "4,2048,768,128,8", "--json", *arguments]) == 0
+    return {offer["provider"]: offer["verdict"] for offer in json.loads(capsys.readouterr().out)["offers"]}
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 103, 107, 120])
+def test_every_candidate_of_an_architecture_is_listed_or_has_its_reason(capsys, arch):
+    found = explained(capsys, "--arch", f"sm_{arch}")
+    assert found.keys() == providers().keys()
+    able = {name for name, verdict in found.items() if verdict == "ok"}
+    expected = {name for name, archs in ARCHS.items() if arch in archs}
+    expected |= {"cudnn_frost_bf16"} if arch in (107, 120) else set()
+    assert able - {"aten", "triton_decode", "triton_grouped"} == expected
+
+
+def test_without_the_library_everything_else_is_listed(capsys, monkeypatch, fresh):
+    monkeypatch.setattr(fi, "release", lambda package: None)
+    found = explained(capsys, "--arch", "sm_90")
+    assert all(found[name] == f"flashinfer is not installed: {fi.INSTALL}" for name in OURS)
+    assert found["aten"] == "ok"
+
+
+def test_wrong_sizes_and_devices_say_what_is_right(capsys):
+    for arguments, says in (
+        (["--thiek", "4,2048,768"], "not T,H,I,E,K"),
+        (["--thiek", "4,2048,768,128,8", "--arch", "ampere"], "is not one of A100 (sm_80)"),
+    ):
+        assert cli.main(["explain", *arguments]) == 1
+        assert says in capsys.readouterr().err

@@ -37,8 +37,6 @@ def test_a_cpu_without_the_interpreter_is_refused(provider):
     verdict = provider.supports(qwen3_30b(), DEVICE)
     assert isinstance(verdict, Reject)
     assert verdict.reason == "a CPU needs the interpreter"
-    if not torch.cuda.is_available():
-        assert provider.available().reason == "no CUDA device"
 
 
 @pytest.mark.parametrize("provider", BOTH, ids=lambda p: p.name)

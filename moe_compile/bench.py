@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,4 +70,47 @@ def compare(
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             samples[name].append(sample(contenders[name], repeats[name]))
+    return {name: Timing(samples=tuple(s)) for name, s in samples.items()}
+
+
+def compare_graphs(
+    contenders: Mapping[str, Sequence[Callable[[], Any]]], *, rounds: int = 15, sample_seconds: float = 0.002
+) -> dict[str, Timing]:
+    """Time each contender's calls inside a CUDA graph that makes them in turn, interleaved; seconds a call.
+
+    Give calls that read different weights or rows, more of them than L2 holds: a replay then finds L2 as a model would
+    leave it. Timed by events on the device, so host time does not count. Raises what capturing raises.
+    """
+    import torch
+
+    if rounds < 2:
+        raise ValueError(f"bench: rounds={rounds} must be at least 2")
+    pool = torch.cuda.graph_pool_handle()  # results are dropped, so that graphs may share their memory
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, calls in contenders.items():
+        calls[0]()  # compiles and loads what capture must not
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name], pool=pool):
+            for call in calls:
+                call()
+
+    def sample(name: str, replays: int) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(replays):
+            graphs[name].replay()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3 / replays / len(contenders[name])
+
+    replays = {}
+    for name in graphs:
+        sample(name, 1)
+        replays[name] = max(1, round(sample_seconds / (max(sample(name, 1), 1e-9) * len(contenders[name]))))
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    names = list(graphs)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            samples[name].append(sample(name, replays[name]))
     return {name: Timing(samples=tuple(s)) for name, s in samples.items()}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -22,6 +24,7 @@ examples:
   moe-compile explain ./my-model            what becomes of each MoE block of a model, and why
   moe-compile explain ./my-model --json     the same, for programs
   moe-compile explain --thiek 4,2048,768,128,8 --arch sm_107    who could run such a block there
+  moe-compile bench --tokens 1,16,256       the experts alone, beside other libraries and the hardware's limit
   moe-compile doctor                        versions, devices and providers of this machine
 """
 
@@ -87,6 +90,18 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", metavar="ARCH", default="sm_90", help="with --thiek: a device (H200) or architecture (default sm_90)"
     )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
+    bench = command(
+        "bench",
+        _bench,
+        "time the experts of published geometries beside other libraries and the hardware's limit",
+        "moe-compile bench --geometry qwen3_30b,mixtral --tokens 1,16,256 --json",
+    )
+    bench.add_argument("--geometry", default="", metavar="NAMES", help="commas between (default all; tiny on a CPU)")
+    bench.add_argument("--tokens", type=_counts, metavar="N,N", help="token counts (default 1, 2, 4 ... 8192)")
+    bench.add_argument("--tactics", action="store_true", help="every tactic that providers offer, no peers")
+    bench.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
+    bench.add_argument("--rounds", type=_positive, default=15, metavar="N", help="interleaved rounds (default 15)")
+    bench.add_argument("--seconds", type=_positive, metavar="N", help="start no new cell after this")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
     return parser
 
@@ -95,6 +110,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
 
 
 def _show(arguments: argparse.Namespace, result: Any) -> None:
@@ -129,6 +148,32 @@ def _explain(arguments: argparse.Namespace) -> int:
     with torch.no_grad():
         _show(arguments, explain(model, **inputs))
     return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from . import suite
+    from .options import one_of
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    names = [n for n in suite.GEOMETRIES if (n == "tiny") == (device.type == "cpu")]
+    names = arguments.geometry.split(",") if arguments.geometry else names
+    for name in names:
+        one_of("--geometry", name, tuple(suite.GEOMETRIES))
+    tokens = arguments.tokens or suite.TOKENS
+    until = time.time() + arguments.seconds if arguments.seconds else math.inf
+    only = tuple(filter(None, arguments.only.split(",")))
+    done = []
+    for cell in suite.cells(
+        names, tokens, device, tactics=arguments.tactics, peers=not arguments.tactics, only=only,
+        rounds=max(2, arguments.rounds), until=until,
+    ):  # fmt: skip
+        done.append(cell)
+        print(cell, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    if arguments.json:
+        print(json.dumps(suite.record(done, device), indent=1))
+    return 0 if done else 1
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ LEVELS = [
     {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
-    {"demo", "outlook", "pretrained"},
+    {"demo", "outlook", "pretrained", "peers", "suite"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

@@ -268,6 +268,8 @@ def _bind(spelling: _Spelling, args: Iterable[Any], kwargs: dict[str, Any]) -> d
             bound[name] = positional.pop(0)
     if positional:
         return None
+    if not kwargs:
+        return bound
     names = {alias: n for n in (p.lstrip("*") for p in spelling.params) for alias in _SAME.get(n, (n,))}
     for key, value in kwargs.items():
         name = names.get(key, key)
@@ -283,7 +285,10 @@ def mutated_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
     Known operations say so themselves; ATen and custom operators by their schema; other callables are assumed to
     write everything they are given, except functions of torch whose name doesn't end in "_".
     """
-    call = canonical(node)
+    return _mutated(node, canonical(node))
+
+
+def _mutated(node: torch.fx.Node, call: Call | None) -> tuple[Any, ...]:
     if call is not None:
         return (call.get(call.mutates),) if call.mutates else ()
     if node.op not in ("call_function", "call_method", "call_module"):
@@ -339,7 +344,8 @@ class Writes:
     """Who writes which memory of a graph, indexed once: the questions of every region cost what the region costs.
 
     `position`: each node's place in program order. `of`: the memories a node writes, for nodes that write. `to`: the
-    nodes that write a memory, in program order. `shared`: the nodes whose value lives in a memory.
+    nodes that write a memory, in program order. `shared`: the nodes whose value lives in a memory. `calls`: the
+    canonical call of each node that has one. `targets`: the tensor arguments that a node writes.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
@@ -347,11 +353,18 @@ class Writes:
         self.of: dict[torch.fx.Node, tuple[int, ...]] = {}
         self.to: dict[int, list[torch.fx.Node]] = {}
         self.shared: dict[int, list[torch.fx.Node]] = {}
+        self.calls: dict[torch.fx.Node, Call] = {}
+        self.targets: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for n in graph.nodes:
             self.position[n] = len(self.position)
             self.shared.setdefault(storage(n), []).append(n)
-            written = tuple(storage(a) for a in mutated_arguments(n) if isinstance(a, torch.fx.Node))
-            if written:
+            call = canonical(n)
+            if call is not None:
+                self.calls[n] = call
+            targets = [a for a in _mutated(n, call) if isinstance(a, torch.fx.Node)]
+            if targets:
+                self.targets[n] = targets
+                written = tuple(map(storage, targets))
                 self.of[n] = written
                 for memory in written:
                     self.to.setdefault(memory, []).append(n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -37,16 +38,22 @@ def where(node: torch.fx.Node) -> Where:
     module = ""
     for path, _ in (node.meta.get("nn_module_stack") or {}).values():
         module = clean_path(path)
-    source, code = "", ""
     trace = node.meta.get("stack_trace")
-    if isinstance(trace, str):
-        frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', trace)
-        if frames:
-            file, line, code = frames[-1]
-            source = f"{file.rsplit('/', 1)[-1]}:{line}"
-    return Where(module=module, source=source, code=code.strip())
+    source, code = _last_frame(trace) if isinstance(trace, str) else ("", "")
+    return Where(module=module, source=source, code=code)
 
 
+@lru_cache(4096)
+def _last_frame(trace: str) -> tuple[str, str]:
+    """The place and the code of a stack trace's last frame."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n\s*([^\n]*)', trace)
+    if not frames:
+        return "", ""
+    file, line, code = frames[-1]
+    return f"{file.rsplit('/', 1)[-1]}:{line}", code.strip()
+
+
+@lru_cache(4096)
 def clean_path(path: str) -> str:
     """`model.layers.0.mlp` of Dynamo's spelling of a module path."""
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)

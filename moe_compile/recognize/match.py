@@ -99,8 +99,8 @@ def assemble(place: Place, root: torch.fx.Node, parts: Combination, experts: lis
     first = experts[0]
     assert place.ids is not None
     H, I = place.h_out.size, first.i.size
-    if any(type(n) is not int for n in (E, H, I)):
-        raise Unproved("the experts' sizes are not static", f"E={E} H={H} I={I}")
+    if any(type(n) is not int or n < 1 for n in (E, H, I)):
+        raise Unproved("the experts' sizes are not positive numbers", f"E={E} H={H} I={I}")
     if parts.guard is not None and parts.guard != (place.ids, E):
         raise Unproved(
             "routes are masked by something else than ids beyond the experts", f"{parts.guard}, not {place.ids}, {E}"

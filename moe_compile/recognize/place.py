@@ -33,8 +33,8 @@ class Place:
         self.walk, self.terms, self.h_out = walk, walk.terms, last
         self.T, self.t = times(*(a.size for a in t_axes)), number_of(t_axes)
         self.K, self.k = times(*(a.size for a in k_axes)), number_of(k_axes)
-        if type(self.K) is not int:
-            raise Unproved("the number of choices is not static", str(self.K))
+        if type(self.K) is not int or self.K < 1:
+            raise Unproved("the number of choices is not a positive number", str(self.K))
         self.ids: Term | None = None
         self._held: dict[int, torch.fx.Node | None] = {}
 

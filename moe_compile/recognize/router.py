@@ -18,7 +18,7 @@ import torch.fx
 from ..algebra.affine import Affine, Axis, Size, axis_index, flat, times
 from ..algebra.layout import Val, decode, number_of
 from ..algebra.terms import Term, leaves, subterms
-from ..canonical import Writes, canonical
+from ..canonical import Writes
 from ..nodes import fake, storage
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
@@ -68,7 +68,7 @@ def _slice(writes: Writes, root: torch.fx.Node, ends: tuple[torch.fx.Node, ...])
         n = todo.pop()
         if n in chosen:
             continue
-        call = canonical(n)
+        call = writes.calls.get(n)
         memories.add(storage(n))
         if call is None or call.op in _OPAQUE:
             continue
@@ -84,7 +84,7 @@ def _slice(writes: Writes, root: torch.fx.Node, ends: tuple[torch.fx.Node, ...])
 
 
 def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:
-    opened = type(walk)(cut=False, terms=walk.terms)
+    opened = type(walk)(walk.writes, cut=False, terms=walk.terms)
     for n in nodes:
         opened.visit(n)
     return _Router(opened, nodes, block).read()

@@ -20,7 +20,7 @@ from .. import rules
 from ..algebra.affine import Size, as_size
 from ..algebra.layout import Ord, Val, new_axes
 from ..algebra.terms import LeafKey, Term, Terms
-from ..canonical import Call, Writes, canonical, mutated_arguments
+from ..canonical import Call, Writes
 from ..journal import Where
 from ..nodes import fake, where
 from ..spec import MoESpec
@@ -71,7 +71,8 @@ class Recognition:
 class Walk:
     """The state of the walk; also the context that rules see."""
 
-    def __init__(self, cut: bool = True, terms: Terms | None = None) -> None:
+    def __init__(self, writes: Writes, cut: bool = True, terms: Terms | None = None) -> None:
+        self.writes = writes
         self.terms = terms or Terms()
         self.cut = cut
         self.versions = Versions()
@@ -123,15 +124,10 @@ class Walk:
 
     def visit(self, node: torch.fx.Node) -> Reject | None:
         """Gives `node` its value; a Reject says why it is only a leaf."""
-        if node.op not in ("call_function", "call_method"):
-            for argument in mutated_arguments(node):
-                self._written(argument)
-            return None
-        value = fake(node)
-        call = canonical(node)
-        if not isinstance(value, (torch.Tensor, tuple, list)) and not (call and call.mutates):
-            for argument in mutated_arguments(node):
-                self._written(argument)
+        value, call = fake(node), self.writes.calls.get(node)
+        tensors = isinstance(value, (torch.Tensor, tuple, list)) or (call is not None and call.mutates)
+        if node.op not in ("call_function", "call_method") or not tensors:
+            self._written(node)
             return None
         self.node = node
         self.lowest.visit(node, call)
@@ -151,8 +147,7 @@ class Walk:
                 else:
                     self._env.pop(n, None)
         else:
-            for argument in mutated_arguments(node):
-                self._written(argument)
+            self._written(node)
             if isinstance(result, (tuple, Val)):
                 self._env[node] = (result, self.versions.of(node))
         if not isinstance(result, Reject):
@@ -166,6 +161,8 @@ class Walk:
         transfer: Any = self._table.get(call.op)
         if transfer is None:
             return Reject("no rule knows this operation", call.op)
+        if self.cut and call.op in rules.CUTS and not any(map(self.known, node.all_input_nodes)) and _floats(node):
+            return None
         target = call.args.get(call.mutates) if call.mutates else None
         if isinstance(target, torch.fx.Node) and isinstance(fake(target), torch.Tensor):
             self.node = target  # an in-place result has its target's shape and dtype
@@ -179,9 +176,10 @@ class Walk:
             return Reject("a rule's result has another dtype than the graph's", f"{result.dtype}, not {self.dtype}")
         return result
 
-    def _written(self, argument: Any) -> None:
-        if isinstance(argument, torch.fx.Node) and isinstance(fake(argument), torch.Tensor):
-            self.versions.write(argument)
+    def _written(self, node: torch.fx.Node) -> None:
+        for argument in self.writes.targets.get(node, ()):
+            if isinstance(fake(argument), torch.Tensor):
+                self.versions.write(argument)
 
     def values(self) -> Iterator[tuple[torch.fx.Node, Val]]:
         """The nodes whose elements, in no sorted order, are known."""
@@ -193,10 +191,10 @@ class Walk:
         """The nodes whose elements are, in some order, those of the tensor that `leaf` reads."""
         return ((n, v) for n, v in self.values() if v.term.op == "leaf" and v.term.attr == leaf.attr)
 
-    @property
-    def known(self) -> Any:
-        """The nodes that a rule gave a value."""
-        return self._env.keys()
+    def known(self, node: torch.fx.Node) -> Any:
+        """The node's value where a rule gave it one; None where it is a leaf of itself."""
+        known = self._env.get(node)
+        return known[0] if known is not None and known[1] == self.versions.of(node) else None
 
     def definition(self, leaf: Term) -> Term | None:
         """The term of a leaf's element by the operation that made its node, where a rule can tell."""
@@ -213,7 +211,8 @@ class Walk:
 
 def recognize(gm: torch.fx.GraphModule) -> Recognition:
     """Every region of the graph that is proved to be an MoE block, and every near miss with its reason."""
-    walk, out, writes = Walk(), Recognition(), Writes(gm.graph)
+    writes = Writes(gm.graph)
+    walk, out = Walk(writes), Recognition()
     misses: list[Rejection] = []
     open_roots: dict[torch.fx.Node, Found] = {}
     for node in gm.graph.nodes:
@@ -231,7 +230,7 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
             open_roots[node] = grown
             walk.cut_at(node)
             continue
-        value = walk.value(node) if node.op in ("call_function", "call_method") else None
+        value = walk.known(node)
         if not isinstance(value, Val) or not combined(value.term):
             continue
         proved = match(walk, node, value)
@@ -257,14 +256,14 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
 
 def _seen_elsewhere(writes: Writes, root: torch.fx.Node) -> bool:
     """Whether a root that writes into a tensor (index_add_) writes memory that a view made before it shares."""
-    targets = [n for n in mutated_arguments(root) if isinstance(n, torch.fx.Node)]
+    targets = writes.targets.get(root, [])
     sharing = (n for memory in writes.of.get(root, ()) for n in writes.shared[memory] if n not in targets)
     return any(writes.position[n] < writes.position[root] for n in sharing)
 
 
 def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found]) -> Found | None:
     """A cast of a region's result that nobody else reads becomes the region's root."""
-    call = canonical(node)
+    call = walk.writes.calls.get(node) if roots else None
     if call is None or call.op not in ("to", "type", "type_as") or call.mutates:
         return None
     source = call.get("input")
@@ -282,11 +281,11 @@ def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found])
 def _loose_end(walk: Walk, node: torch.fx.Node) -> Reject | None:
     """Where an expert's output is read by something that leaves it without a combination over the choices."""
     if node.op == "output":
-        if any(isinstance(v := walk.value(n), Val) and v.term.dots for n in node.all_input_nodes):
+        if any(isinstance(v := walk.known(n), Val) and v.term.dots for n in node.all_input_nodes):
             return Reject("the experts' outputs leave the graph without being summed over the choices")
     elif (
         node.op in ("call_function", "call_method")
-        and node not in walk.known
+        and walk.known(node) is None
         and isinstance(value := fake(node), torch.Tensor)
         and value.is_floating_point()
         and _progress(walk, node) == 2
@@ -300,10 +299,10 @@ def _progress(walk: Walk, node: torch.fx.Node) -> int:
 
     A grouped product is a block's, whatever its rows are.
     """
-    call = canonical(node)
+    call = walk.writes.calls.get(node)
     best = 1 if call is not None and call.op == "grouped_mm" else 0
     for n in node.all_input_nodes:
-        v = walk.value(n)
+        v = walk.known(n)
         for x in v if isinstance(v, tuple) else (v,):
             if isinstance(x, Val):
                 sorted_rows = any(isinstance(a, Ord) for d in x.dims for a in d)
@@ -338,6 +337,11 @@ def _deepest(misses: list[Rejection], regions: list[Found]) -> list[Rejection]:
         if module not in best or miss.progress > best[module].progress:
             best[module] = miss
     return list(best.values())
+
+
+def _floats(node: torch.fx.Node) -> bool:
+    value = fake(node)
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _target(node: torch.fx.Node) -> str:

@@ -24,7 +24,7 @@ def _sum(c: Context, call: Call) -> Result:
     return Val(kept, c.terms.bind(call.op, tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
 
 
-@rule("softmax")
+@rule("softmax", cuts=True)
 def _softmax(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     if cut_here(c, v):

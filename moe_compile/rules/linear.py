@@ -36,7 +36,7 @@ def contract(c: Context, axes: tuple[Axis, ...], a: Term, b: Term) -> Term:
     return c.terms.bind("dot", axes, (first, second), dtype=c.dtype)
 
 
-@rule("linear")
+@rule("linear", cuts=True)
 def _linear(c: Context, call: Call) -> Result:
     x, w = val(c, call.get("input")), val(c, call.get("weight"))
     if ordinary(x) and ordinary(w):
@@ -54,7 +54,7 @@ def _plus(c: Context, out: Val, bias: Val) -> Val:
     return Val(dims, c.terms.make("pw", (a, b), attr="add", dtype=c.dtype), c.dtype)
 
 
-@rule("matmul")
+@rule("matmul", cuts=True)
 def _matmul(c: Context, call: Call) -> Result:
     a, b = val(c, call.get("input")), val(c, call.get("other"))
     if ordinary(a) and ordinary(b):
@@ -69,7 +69,7 @@ def _matmul(c: Context, call: Call) -> Result:
     return _dot(c, a, b, batch, len(a.dims) - 1, batch)
 
 
-@rule("einsum")
+@rule("einsum", cuts=True)
 def _einsum(c: Context, call: Call) -> Result:
     """Two operands, each letter at most once an operand; letters of both and not of the result are contracted."""
     operands = [val(c, o) for o in call.get("operands", ())]

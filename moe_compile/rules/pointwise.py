@@ -36,7 +36,7 @@ _EXTRA: dict[str, Any] = {
 _MAX_TERM = 400  # a bound on what one value may drag along; real blocks stay under 60
 
 
-@rule(*_ARGS)
+@rule(*_ARGS, cuts=True)
 def _pointwise(c: Context, call: Call) -> Result:
     names = _ARGS[call.op]
     for key, x in call.args.items():

@@ -49,15 +49,21 @@ class Context(Protocol):
 
 Rule = Callable[[Any, Call], Result]
 RULES: dict[str, Rule] = {}
+CUTS: set[str] = set()
 
 
-def rule(*ops: str) -> Callable[[Rule], Rule]:
-    """Registers a function as the rule of canonical operations."""
+def rule(*ops: str, cuts: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a function as the rule of canonical operations.
+
+    cuts: floats that these make of tensors without a description are leaves of their own, so that the rule needn't run.
+    """
 
     def register(f: Rule) -> Rule:
         for op in ops:
             assert op not in RULES, op
             RULES[op] = f
+            if cuts:
+                CUTS.add(op)
         return f
 
     return register

@@ -113,3 +113,15 @@ def run(call: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[torch
     with torch.no_grad():
         out = call(*mine)
     return (*(out if isinstance(out, (tuple, list)) else (out,)), *mine)
+
+
+def differs(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor], tolerance: float = 1e-5) -> str:
+    """What is different beyond rounding, or nothing; tolerance is relative to a tensor's largest value."""
+    for n, (x, y) in enumerate(zip(a, b, strict=True)):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"result {n} is {y.dtype} {list(y.shape)}, not {x.dtype} {list(x.shape)}"
+        x, y = x.double(), y.double()
+        scale = x[x.isfinite()].abs().max().item() if x.isfinite().any() else 1.0
+        if not torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(scale, 1e-3), equal_nan=True):
+            return f"result {n} differs by {(x - y).abs().max().item()}, its largest value is {scale}"
+    return ""

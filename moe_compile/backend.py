@@ -11,6 +11,7 @@ import fnmatch
 import functools
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
             seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
     nodes = len(gm.graph.nodes)
-    journal.record(GraphSeen(graph=graph, nodes=nodes, text=_text(gm)))
+    journal.record(GraphSeen(graph=graph, nodes=nodes, text=_text(gm), ops=_ops(gm)))
     found = stage("recognize", _recognize, gm)
     for r in found.rejections:
         journal.record(
@@ -151,7 +152,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
         journal.record(
             Lowered(
                 graph=graph, regions=len(chosen), nodes_before=nodes, nodes_after=len(gm.graph.nodes),
-                text=_text(gm),
+                text=_text(gm), ops=_ops(gm),
             )
         )  # fmt: skip
     journal.record(Compiled(graph=graph, inner=options.inner, seconds=seconds))
@@ -261,6 +262,14 @@ def _give_up(failure: _StageError, options: Options) -> None:
 
 def _text(gm: torch.fx.GraphModule) -> str:
     return gm.print_readable(print_output=False) if journal.wants_text() else ""
+
+
+def _ops(gm: torch.fx.GraphModule) -> tuple[tuple[str, int], ...]:
+    if not journal.wants_text():
+        return ()
+    calls = (n.target for n in gm.graph.nodes if n.op in ("call_function", "call_method", "call_module"))
+    counts = Counter(t if isinstance(t, str) else getattr(t, "__name__", str(t)) for t in calls)
+    return tuple(counts.most_common())
 
 
 # The inner backend

@@ -3,10 +3,12 @@
     MOE_COMPILE_DUMP=folder python program.py        or        with moe_compile.debug("folder"): ...
 
     folder/rank0_pid4711/000_before.py      graph 0 as Dynamo gave it
-                         000_after.py       graph 0 with its blocks replaced
-                         specs.txt          a line for each block: graph, region, place, spec, plan
-                         rejections.txt     what looked like a block and was not proved, and why
-                         repro_000_1.py     runs region 1 of graph 0 alone, with random weights, against the reference
+                         000_after.py       graph 0 with its blocks replaced, and what that changed
+                         000_1_costs.txt    region 1 of graph 0: the cost model's formulas with their numbers
+                         000_1_repro.py     runs it alone, with random weights, against the reference
+                         candidates.csv     every candidate of every token bucket: predicted, measured, chosen
+                         journal.jsonl      every event, as it came
+                         report.txt, report.html    the whole, to read; written when the `with` or the process ends
 
 Each process has a folder of its own, and nothing is ever overwritten. A folder that can't be written is one warning,
 never an exception.
@@ -14,14 +16,20 @@ never an exception.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from . import journal, options
+from .explain import Report
+from .report import html
 
 
 class Dumper:
@@ -30,45 +38,60 @@ class Dumper:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.path: Path | None = None
+        self._events: list[journal.Event] = []
         self._found: dict[tuple[int, int], journal.RegionFound] = {}
+        self._ops: dict[int, tuple[tuple[str, int], ...]] = {}
         self._pid = 0
         self._broken = False
 
     def __call__(self, event: journal.Event) -> None:
+        self._events.append(event)
+        self._guarded(self._write, event)
+
+    def close(self) -> None:
+        """Write the reports of what was seen; once nothing more is to come."""
+        if self.path is not None and self._pid == os.getpid():
+            self._guarded(self._reports)
+
+    def _guarded(self, write: Callable[..., None], *args: Any) -> None:
         if self._broken:
             return
         try:
-            self._write(event)
+            write(*args)
         except OSError as error:
             self._broken = True
             warnings.warn(f"moe_compile can't write its dump, and goes on without: {error}", stacklevel=2)
 
     def _write(self, event: journal.Event) -> None:
+        plain = {k: v for k, v in asdict(event).items() if k not in ("text", "ops")}
+        self._append("journal.jsonl", json.dumps({"event": type(event).__name__, **plain}))
         number = f"{event.graph:03}"
         if isinstance(event, journal.GraphSeen):
+            self._ops[event.graph] = event.ops
             self._new(f"{number}_before.py", event.text)
         elif isinstance(event, journal.Lowered):
-            self._new(f"{number}_after.py", event.text)
+            self._new(f"{number}_after.py", _difference(self._ops.get(event.graph, ()), event) + event.text)
         elif isinstance(event, journal.RegionFound):
             self._found[event.graph, event.region] = event
-            self._append("specs.txt", f"graph {event.graph} region {event.region} {event.where}: {event.spec}")
         elif isinstance(event, journal.Planned):
-            self._append("specs.txt", f"graph {event.graph} region {event.region} plan {event.plan}")
+            for line in _candidates(event):
+                self._append("candidates.csv", line, head=_CANDIDATES)
+            self._new(f"{number}_{event.region}_costs.txt", costs(event))
             if found := self._found.pop((event.graph, event.region), None):
-                self._new(f"repro_{number}_{event.region}.py", repro(found, event.plan))
-        elif isinstance(event, journal.RegionRejected):
-            detail = f": {event.detail}" if event.detail else ""
-            line = f"graph {event.graph} node {event.node} {event.where} {event.where.code}\n    {event.reason}{detail}"
-            self._append("rejections.txt", line)
-        elif isinstance(event, journal.StageFailed):
-            self._append("failures.txt", f"graph {event.graph} stage {event.stage}: {event.error}")
+                self._new(f"{number}_{event.region}_repro.py", repro(found, event.plan))
+
+    def _reports(self) -> None:
+        self._new("report.txt", str(Report.from_events(self._events)))
+        self._new("report.html", html(self._events))
 
     def _new(self, name: str, text: str) -> None:
         with (self._home() / name).open("x", encoding="utf-8") as file:
             file.write(text.rstrip("\n") + "\n")
 
-    def _append(self, name: str, line: str) -> None:
+    def _append(self, name: str, line: str, head: str = "") -> None:
         with (self._home() / name).open("a", encoding="utf-8") as file:
+            if head and not file.tell():
+                file.write(head + "\n")
             file.write(line + "\n")
 
     def _home(self) -> Path:
@@ -100,6 +123,7 @@ def debug(folder: str | os.PathLike[str]) -> Iterator[Dumper]:
         yield dumper
     finally:
         stop()
+        dumper.close()
 
 
 _following: tuple[str, Callable[[], None]] = ("", lambda: None)
@@ -109,9 +133,58 @@ def follow_environment() -> None:
     """Dump where MOE_COMPILE_DUMP says, from now until it says otherwise. Called at the start of each compilation."""
     global _following
     folder, stop = options.dump_folder(), _following[1]
-    if folder != _following[0]:
-        stop()
-        _following = folder, journal.subscribe(Dumper(folder), text=True) if folder else lambda: None
+    if folder == _following[0]:
+        return
+    stop()
+    _following = folder, lambda: None
+    if folder:
+        dumper = Dumper(folder)
+        unsubscribe = journal.subscribe(dumper, text=True)
+        atexit.register(dumper.close)
+
+        def stop_following() -> None:
+            unsubscribe()
+            atexit.unregister(dumper.close)
+            dumper.close()
+
+        _following = folder, stop_following
+
+
+_CANDIDATES = "graph,region,up_to_tokens,priced_at_tokens,candidate,predicted_us,measured_us,limit_us,chosen"
+
+
+def _candidates(event: journal.Planned) -> Iterator[str]:
+    """Lines of candidates.csv; candidates hold commas and are quoted."""
+    for bucket in event.buckets:
+        bound = "" if bucket.bound is None else bucket.bound
+        for offer in bucket.offers:
+            measured = "" if offer.measured is None else f"{1e6 * offer.measured:.3f}"
+            times = f"{1e6 * offer.predicted:.3f},{measured},{1e6 * bucket.limit:.3f}"
+            chosen = int(offer.candidate == bucket.chosen)
+            yield f'{event.graph},{event.region},{bound},{bucket.tokens},"{offer.candidate}",{times},{chosen}'
+
+
+def _difference(before: tuple[tuple[str, int], ...], lowered: journal.Lowered) -> str:
+    """A comment: which operations the graph has more or fewer of."""
+    counts = dict(lowered.ops)
+    counts.update((op, counts.get(op, 0) - n) for op, n in before)
+    changed = sorted((n, op) for op, n in counts.items() if n)
+    lines = [f"# {lowered.nodes_before} nodes before, {lowered.nodes_after} after: {lowered.regions} blocks replaced"]
+    return "\n".join((*lines, *(f"#   {n:+} {op}" for n, op in changed))) + "\n"
+
+
+def costs(event: journal.Planned) -> str:
+    """The cost model's rows for each bucket's choice: each formula, and the number that it came to."""
+    from .cost import SHEETS
+
+    formulas = {tuple(sheet): sheet for sheet in SHEETS.values()}
+    lines = [f"planned for {event.device}"]
+    for bucket in event.buckets:
+        lines += ["", f"{bucket.tokens} tokens: {bucket.chosen}"]
+        for name, rows in bucket.steps:
+            sheet = formulas.get(tuple(row for row, _ in rows), {})
+            lines += [f"  {name}", *(f"    {row:13} {value:<12.6g} = {sheet.get(row, '?')}" for row, value in rows)]
+    return "\n".join(lines)
 
 
 def repro(found: journal.RegionFound, plan: str) -> str:

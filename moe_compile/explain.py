@@ -120,8 +120,8 @@ class Report:
     def __str__(self) -> str:
         replaced = sum(r.replaced for r in self.regions)
         counts = [
-            _count(self.graphs, "graph"),
-            f"{replaced} of {_count(len(self.regions), 'MoE block')} replaced",
+            count(self.graphs, "graph"),
+            f"{replaced} of {count(len(self.regions), 'MoE block')} replaced",
             f"{len(self.rejections)} not proved",
         ]
         lines = [f"moe_compile: {', '.join(counts)}"]
@@ -178,11 +178,20 @@ def _groups(items: Sequence[Any], key: Any) -> list[list[Any]]:
     return list(groups.values())
 
 
-def _count(n: int, noun: str) -> str:
+def count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-def _places(modules: Iterable[str]) -> str:
+def verdicts(candidates: Iterable[str]) -> list[str]:
+    """ "aten: ok", "triton_decode, triton_grouped: no CUDA device": what was said of each, said once."""
+    said: dict[str, list[str]] = {}
+    for line in candidates:
+        name, _, verdict = line.partition(": ")
+        said.setdefault(verdict, []).append(name)
+    return [f"{', '.join(names)}: {verdict}" for verdict, names in said.items()]
+
+
+def places(modules: Iterable[str]) -> str:
     """ "model.layers.0.mlp ... model.layers.3.mlp": runs of modules that differ in one number, in order."""
     runs: dict[str, list[str]] = {}
     for module in dict.fromkeys(modules):
@@ -194,7 +203,7 @@ def _region_lines(same: list[Region]) -> list[str]:
     first = same[0]
     graphs = len({r.graph for r in same})
     spread = f" in {graphs} graphs" if graphs > 1 else ""
-    lines = [f"{_places(r.where.module for r in same)}: {_count(len(same), 'block')}{spread}"]
+    lines = [f"{places(r.where.module for r in same)}: {count(len(same), 'block')}{spread}"]
     e = first.spec.experts
     lines.append(
         f"  computes    {e.K} of {e.E} experts a token, {e.H} -> {e.I} -> {e.H}, {e.act.name}, weights in {e.x}"
@@ -206,7 +215,7 @@ def _region_lines(same: list[Region]) -> list[str]:
         lines.append(f"  router      keeps its nodes: {first.router_why}")
     if first.where.source:
         lines.append(f"  source      {first.where.source}  {first.where.code}".rstrip())
-    lines += [f"  {'considered' if i == 0 else '':10}  {c}" for i, c in enumerate(first.candidates)]
+    lines += [f"  {'considered' if i == 0 else '':10}  {c}" for i, c in enumerate(verdicts(first.candidates))]
     if not first.replaced:
         return [*lines, f"  chosen      not replaced: {first.skipped or 'a later stage failed'}"]
     lines += [f"  {'chosen' if i == 0 else '':10}  {c}" for i, c in enumerate(_plan(first.chosen))]
@@ -260,7 +269,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _rejection_lines(same: list[Rejection]) -> list[str]:
     first = same[0]
-    lines = [f"{_places(r.where.module for r in same)}: not proved, left as it was ({_count(len(same), 'time')})"]
+    lines = [f"{places(r.where.module for r in same)}: not proved, left as it was ({count(len(same), 'time')})"]
     lines.append(f"  reason      {first.reason}")
     if first.detail:
         lines.append(f"  detail      {first.detail}")

@@ -41,10 +41,12 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSeen(Event):
-    """A graph reached the backend. `text` is its readable code, made only when somebody captures with `text=True`."""
+    """A graph reached the backend. text: its readable code; ops: (operation, how often), made with it, only when
+    somebody captures with `text=True`."""
 
     nodes: int
     text: str = ""
+    ops: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +75,11 @@ class RegionRejected(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A candidate of a token bucket, and the seconds that a call of it is predicted to take."""
+    """A candidate of a token bucket, and the seconds that a call of it is predicted to take; measured where it was."""
 
     candidate: str
     predicted: float
+    measured: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +131,14 @@ class RegionSkipped(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered(Event):
-    """The regions were replaced; nodes before and after. `text` as in GraphSeen."""
+    """The regions were replaced; nodes before and after. `text` and `ops` as in GraphSeen."""
 
     logger: ClassVar[str] = "lower"
     regions: int
     nodes_before: int
     nodes_after: int
     text: str = ""
+    ops: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,7 @@
 """The dump: what it writes, that it overwrites nothing and breaks nothing, and that its reproductions run."""
 
+import csv
+import json
 import os
 import runpy
 import subprocess
@@ -8,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from blocks import GroupedBlock, H
 
 import moe_compile
 from moe_compile import dump, journal
@@ -27,7 +30,7 @@ SPECS = (
 
 def record_graph(*specs, plan="*:aten", number=None):
     number = journal.next_graph() if number is None else number
-    journal.record(journal.GraphSeen(graph=number, nodes=9, text="def forward(before): ..."))
+    journal.record(journal.GraphSeen(graph=number, nodes=9, text="def forward(before): ...", ops=(("sort", 2),)))
     where = Where(module="model.layers.0.mlp", source="modeling.py:7", code="y = f(x)")
     for i, spec in enumerate(specs):
         journal.record(
@@ -36,7 +39,14 @@ def record_graph(*specs, plan="*:aten", number=None):
         journal.record(journal.Planned(graph=number, region=i, candidates=("aten: ok",), plan=plan))
     journal.record(journal.RegionRejected(graph=number, where=where, node="sort_3", reason="not ids", detail="f32"))
     journal.record(
-        journal.Lowered(graph=number, regions=len(specs), nodes_before=9, nodes_after=5, text="def forward(after): ...")
+        journal.Lowered(
+            graph=number,
+            regions=len(specs),
+            nodes_before=9,
+            nodes_after=5,
+            text="def forward(after): ...",
+            ops=(("experts", 2),),
+        )
     )
     return number
 
@@ -53,25 +63,44 @@ def test_files_of_a_graph(tmp_path):
     assert {f.name for f in dumper.path.iterdir()} == {
         f"{n}_before.py",
         f"{n}_after.py",
-        "specs.txt",
-        "rejections.txt",
-        f"repro_{n}_0.py",
-        f"repro_{n}_1.py",
+        f"{n}_0_costs.txt",
+        f"{n}_0_repro.py",
+        f"{n}_1_costs.txt",
+        f"{n}_1_repro.py",
+        "journal.jsonl",
+        "report.html",
+        "report.txt",
     }
     assert (dumper.path / f"{n}_before.py").read_text() == "def forward(before): ...\n"
-    assert (dumper.path / f"{n}_after.py").read_text() == "def forward(after): ...\n"
-    assert (dumper.path / "specs.txt").read_text().splitlines()[:2] == [
-        f"graph {number} region 0 model.layers.0.mlp (modeling.py:7): {SWIGLU}",
-        f"graph {number} region 0 plan *:aten",
-    ]
-    assert "node sort_3 model.layers.0.mlp (modeling.py:7) y = f(x)" in (dumper.path / "rejections.txt").read_text()
-    assert "not ids: f32" in (dumper.path / "rejections.txt").read_text()
+    after = (dumper.path / f"{n}_after.py").read_text()
+    assert after.startswith("# 9 nodes before, 5 after: 2 blocks replaced\n#   -2 sort\n#   +2 experts\n")
+    assert after.endswith("def forward(after): ...\n")
+    events = [json.loads(line) for line in (dumper.path / "journal.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events[:3]] == ["GraphSeen", "RegionFound", "Planned"]
+    assert (events[1]["spec"], events[2]["plan"]) == (SWIGLU, "*:aten")
+    text = (dumper.path / "report.txt").read_text()
+    assert "not ids" in text and "modeling.py:7  y = f(x) [node sort_3]" in text
 
 
-def test_failures_are_written(tmp_path):
+def test_a_real_plan_is_written_with_its_candidates_and_costs(tmp_path):
+    torch._dynamo.reset()
+    with torch.no_grad(), moe_compile.debug(tmp_path) as dumper:
+        moe_compile.explain(GroupedBlock(), torch.randn(4, H))
+    with open(dumper.path / "candidates.csv") as file:
+        rows = list(csv.DictReader(file))
+    chosen = [r for r in rows if r["chosen"] == "1"]
+    assert [r["priced_at_tokens"] for r in chosen] == [str(1 << i) for i in range(14)]
+    assert all(r["candidate"].startswith("aten(path=") and float(r["predicted_us"]) > 0 for r in chosen)
+    (costs,) = dumper.path.glob("*_0_costs.txt")
+    assert "launches * launch + bytes / (tiled_share * bandwidth)" in costs.read_text()
+    assert "?" not in costs.read_text(), "a row without its formula"
+
+
+def test_failures_are_in_the_report(tmp_path):
     with moe_compile.debug(tmp_path) as dumper:
         journal.record(journal.StageFailed(graph=0, stage="lower", error="KeyError: 'x'"))
-    assert (dumper.path / "failures.txt").read_text() == "graph 0 stage lower: KeyError: 'x'\n"
+    assert "stage lower failed" in (dumper.path / "report.txt").read_text()
+    assert "stage lower failed" in (dumper.path / "report.html").read_text()
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -139,7 +168,7 @@ def run(program, *arguments):
 def test_reproductions_run_and_catch_an_error(tmp_path, capsys, monkeypatch):
     with moe_compile.debug(tmp_path) as dumper:
         number = record_graph(*SPECS)
-    programs = sorted(dumper.path.glob(f"repro_{number:03}_*.py"))
+    programs = sorted(dumper.path.glob(f"{number:03}_*_repro.py"))
     assert len(programs) == len(SPECS)
     for program, spec in zip(programs, SPECS, strict=True):
         monkeypatch.setattr(sys, "argv", [str(program), "9"])
@@ -176,13 +205,15 @@ def test_a_real_compilation_is_dumped(tmp_path, monkeypatch):
     with torch.no_grad():
         torch.compile(model, backend="moe", options={"moe.inner": "eager"})(torch.arange(5)[None], use_cache=False)
     monkeypatch.delenv("MOE_COMPILE_DUMP")
-    dump.follow_environment()
+    dump.follow_environment()  # and so the reports are written
+    assert "2 of 2 MoE blocks replaced" in next(tmp_path.glob("*/report.html")).read_text()
     (home,) = tmp_path.iterdir()
     (before,), (after,) = home.glob("*_before.py"), home.glob("*_after.py")
     assert before.read_text().count("grouped_mm_fallback") >= 4
-    assert "grouped_mm_fallback" not in after.read_text()
+    assert "#   -4 grouped_mm_fallback\n" in after.read_text()
+    assert "grouped_mm_fallback" not in after.read_text().partition("class")[2]
     assert after.read_text().count("moe_compile.experts") == 2
-    programs = list(home.glob("repro_*.py"))
+    programs = list(home.glob("*_repro.py"))
     assert len(programs) == 2
     result = run(programs[0])
     assert result.returncode == 0, result.stdout + result.stderr

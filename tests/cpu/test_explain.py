@@ -7,7 +7,7 @@ import torch
 from blocks import GroupedBlock, H
 
 from moe_compile import journal
-from moe_compile.explain import Report, _places, bucket_rows, explain
+from moe_compile.explain import Report, bucket_rows, explain, places
 from moe_compile.journal import Where
 from moe_compile.spec import MoESpec, RouterSpec
 
@@ -119,7 +119,7 @@ def test_as_dict_is_json():
     ],
 )
 def test_places(modules, text):
-    assert _places(modules) == text
+    assert places(modules) == text
 
 
 # --- explain on a model -----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, None)
 OPEN_BUCKET = 8192  # tokens that stand for the bucket without a bound
 SHORT_LIST = 6
 COPIES = "copies more than moe.weight_copy_bytes"
-# Who competes where; the others run only what these can't.
+# Who competes where by price; the others run only what these can't, or what they win when tuning measures them.
 COMPETE = {"cuda": ("triton_decode", "triton_grouped"), "cpu": ("aten",)}
 
 
@@ -30,7 +30,8 @@ COMPETE = {"cuda": ("triton_decode", "triton_grouped"), "cpu": ("aten",)}
 class Planning:
     """The plan by price, and how it came about.
 
-    lists: for each bucket (its bound, None for the last) the short list, cheapest first: what tuning measures.
+    lists: for each bucket (its bound, None for the last) the short list, cheapest first, then those without a price
+    that can be relied on: what tuning measures.
     candidates: a line a provider ("triton_grouped: ok", "aten: Reject ...") and a line for each candidate left out.
     copied_bytes: of weights that the plan's providers keep in layouts of their own.
     """
@@ -64,6 +65,7 @@ def plan_experts(
     }
     lines = [f"{name}: {verdict}" for name, verdict in verdicts.items()]
     able = tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n)) or ("aten",)
+    measured = tuple(n for n, p in providers().items() if not p.priced and verdicts[n])
     wish = wish if wish is not None and verdicts[wish.provider] else None
     lists: dict[int | None, tuple[Priced, ...]] = {}
     for bound in TOKEN_BUCKETS:
@@ -77,7 +79,8 @@ def plan_experts(
                 lines += [line] if line not in lines else []
         if not fits:
             raise ValueError(f"no candidate of {', '.join(able)} is left for {T} tokens of {spec}")
-        lists[bound] = tuple(fits[:limit])
+        unpriced = () if wish else shortlist(spec, device, T, measured, mode=mode, load=load)
+        lists[bound] = (*fits[:limit], *unpriced)
     plan = Plan.of((bound, ranked[0].candidate) for bound, ranked in lists.items())
     used = dict.fromkeys(candidate.provider for _, candidate in plan.buckets)
     return Planning(plan=plan, lists=lists, candidates=tuple(lines), copied_bytes=copied_bytes(used, spec))

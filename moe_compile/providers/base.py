@@ -130,6 +130,7 @@ class Provider(ABC):
     """A family of kernels that can run some ExpertsSpecs on some devices."""
 
     name: str
+    priced = True  # whether the cost model was fitted to its kernels; where not, it competes only by measurement
 
     @abstractmethod
     def available(self) -> Verdict:
@@ -158,6 +159,10 @@ class Provider(ABC):
     def copies(self, spec: ExpertsSpec) -> dict[object, int]:
         """Bytes of weights that it keeps in a layout of its own for each block; providers share what has one key."""
         return {}
+
+    def settled(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device, T: int) -> Tactic:
+        """What a launcher of `tactic` has come to for T tokens, once it ran: a tuner keeps that, not an open tactic."""
+        return tactic
 
     @abstractmethod
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:

@@ -52,6 +52,7 @@ class FlashInfer(Provider):
     """One of FlashInfer's implementations. Tactics: the empty one, for which FlashInfer's tuner picks, or `PICK=`, its
     own number or tuple joined by "_"."""
 
+    priced = False
     config: ClassVar[str]  # its configuration's class in flashinfer.fused_moe.api
     runner: ClassVar[str]  # its runner, module:class
     stored: ClassVar[Stored] = Stored()
@@ -185,6 +186,10 @@ class FlashInfer(Provider):
             return self._call(ready, x, ids, w, weights, pick)
 
         return run
+
+    def settled(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device, T: int) -> Tactic:
+        pick = _ready(self, spec, device).picks.get(self.bucket(T))
+        return tactic if tactic.knobs or pick is None else Tactic.of(PICK=pick_text(pick))
 
     def warm(
         self, packed: ExpertWeights, tactic: Tactic, spec: ExpertsSpec, T: int,

@@ -378,10 +378,24 @@ def test_a_named_pick_is_used_as_it_is(fake):
         call(3, weights, "PICKS=1")
 
 
+def test_it_competes_by_measurement_only(monkeypatch):
+    monkeypatch.setattr(Fake, "available", lambda self: OK)
+    monkeypatch.setattr(Fake, "supports", lambda *args: OK)
+    monkeypatch.setitem(providers(), "fake", Fake())
+    planning = plan_experts(QWEN3, H200, weight_copy_bytes=1 << 40)
+    assert "fake" not in str(planning.plan) and planning.copied_bytes == 0
+    for bound, ranked in planning.lists.items():
+        assert [p.candidate.provider for p in ranked].count("fake") == (bound is not None and bound <= 8)
+        assert providers()[ranked[0].candidate.provider].priced
+    assert not any("fake" in str(p.candidate) for ranked in plan_experts(QWEN3, H200).lists.values() for p in ranked)
+
+
 def test_warm_returns_the_tactic_to_use(fake):
     weights = small_weights()
     tactic = fake.warm(weights, Tactic(), SMALL, 3, routed(3))
     assert str(tactic) == "PICK=best_3"
+    assert fake.settled(Tactic(), SMALL, CPU, 4) == tactic
+    assert fake.settled(Tactic(), SMALL, CPU, 8) == Tactic()
     fake.did.clear()
     call(3, weights, str(tactic))
     assert fake.did == ["call 3 best_3"]

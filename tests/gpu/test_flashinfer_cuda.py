@@ -1,0 +1,178 @@
+"""FlashInfer's backends on a CUDA device: as exact as torch's path, every kind of routes, graphs, memory, tactics."""
+
+import functools
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from gpu_kernels import OAI, OSS, error, exact_rows, tokens_of, torch_path, weights_of
+
+from moe_compile import ops as _registered  # noqa: F401  (the operator)
+from moe_compile.activation import Activation
+from moe_compile.hardware import facts
+from moe_compile.providers import copied_bytes, providers, stored
+from moe_compile.spec import ExpertsSpec, Layout
+
+GPU = torch.device("cuda", 0)
+DEFAULT = {"flashinfer_cute_dsl_sm90": "(PICK=128_128_64_1_128_64_1_1_0)"}  # its tuner takes 20 s
+BACKENDS = [name for name in providers() if name.startswith(("flashinfer", "cudnn_frost"))]
+BOUND = 1.1  # times the error of torch's bf16 path
+
+
+def spec_of(act: str = "swiglu", **changes) -> ExpertsSpec:
+    return ExpertsSpec(**{"E": 32, "K": 4, "H": 512, "I": 256, "act": Activation.parse(act), **changes})
+
+
+def needs(name: str, spec: ExpertsSpec, T: int) -> str:
+    """The plan's text; skips where the backend can't."""
+    provider = providers()[name]
+    verdict = provider.available() and provider.supports(spec, facts(GPU))
+    if not verdict:
+        pytest.skip(str(verdict))
+    if not provider.tactics(spec, facts(GPU), T):
+        pytest.skip(f"not for {T} tokens")
+    return f"*:{name}{DEFAULT.get(name, '')}"
+
+
+def run(spec, weights, x, ids, w, plan):
+    return torch.ops.moe_compile.experts(x, ids, w, *weights.arguments(), str(spec), plan)
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(recwarn):
+    yield
+    said = [str(w.message) for w in recwarn if "leaves calls to aten" in str(w.message)]
+    assert not said
+
+
+@pytest.mark.parametrize("T", [1, 2, 7, 64, 300])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(
+    ("act", "changes"),
+    [
+        ("swiglu", {}), (OAI, OSS), ("geglu_tanh", {}), ("relu2", {"gate_up": Layout(halves="up")}),
+        ("swiglu", {"gate_up": Layout(halves="up_gate"), "w": "bf16"}),
+    ],
+    ids=["swiglu", "gpt_oss", "geglu_tanh", "relu2", "up_gate"],
+)  # fmt: skip
+def test_as_exact_as_torch(act, changes, name, T):
+    spec = spec_of(act, **changes)
+    plan = needs(name, spec, T)
+    torch.manual_seed(0)
+    weights, tokens = weights_of(spec, "cuda"), tokens_of(spec, T)
+    rows = list(range(min(T, 24)))
+    truth = exact_rows(spec, rows, *tokens, weights)
+    ours = error(run(spec, weights, *tokens, plan)[rows], truth)
+    if spec.gated and not spec.gate_up.halves.startswith("up_gate"):
+        theirs = error(torch_path(spec, *tokens, weights)[rows], truth)
+    else:
+        theirs = error(run(spec, weights, *tokens, "*:aten")[rows], truth)
+    assert ours[0] <= BOUND * theirs[0] and ours[1] <= BOUND * theirs[1], (ours, theirs)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_repeated_ids_and_ids_outside(name):
+    spec, T = spec_of(), 8
+    plan = needs(name, spec, T)
+    weights, (x, ids, w) = weights_of(spec, "cuda"), tokens_of(spec, T)
+    ids[1, 1] = ids[1, 0]
+    ids[2] = ids[2, 3]
+    ids[3, 0], ids[4, 2], ids[5] = -1, spec.E, 2**31 - 1
+    got = run(spec, weights, x, ids, w, plan)
+    expected = run(spec, weights, x, ids, w, "*:aten")
+    assert not got[5].any()
+    assert (got - expected).abs().max() <= 1e-2 * expected.abs().max()
+    assert run(spec, weights, x[:0], ids[:0], w[:0], plan).shape == (0, spec.H)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_memory_is_what_was_declared(name):
+    spec = spec_of(E=64, H=2048, I=768)
+    plan = needs(name, spec, 4)
+    tokens = tokens_of(spec, 4)
+    run(spec, weights_of(spec, "cuda"), *tokens, plan)  # compiles and tunes
+    gc.collect()
+    weights, declared = weights_of(spec, "cuda"), copied_bytes((name,), spec)
+    held = stored.held_bytes()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = run(spec, weights, *tokens, plan)
+    torch.cuda.synchronize()
+    kept, peak = (f() - before for f in (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+    assert stored.held_bytes() - held == declared
+    assert abs(kept - out.nbytes - declared) <= 0.01 * declared
+    assert peak <= 1.01 * declared + (8 << 20)  # and a workspace for four tokens
+    del weights
+    gc.collect()
+    assert stored.held_bytes() == held
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_captured_graph_follows_new_inputs_and_new_weights(name):
+    spec, T = spec_of(), 4
+    plan = needs(name, spec, T)
+    weights, (x, ids, w) = weights_of(spec, "cuda"), tokens_of(spec, T)
+    run(spec, weights, x, ids, w, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(spec, weights, x, ids, w, plan)
+    fresh = tokens_of(spec, T)
+    for old, new in zip((x, ids, w), fresh):
+        old.copy_(new)
+    for t in (weights.gate_up[0], weights.down):
+        t.mul_(-1.5)
+    run(spec, weights, x, ids, w, plan)  # an eager call writes the copies again, where the graph reads them
+    graph.replay()
+    expected = run(spec, weights, *fresh, "*:aten")
+    assert (got - expected).abs().max() <= 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_under_inductor_with_cuda_graphs(name):
+    spec, T = spec_of(), 4
+    plan = needs(name, spec, T)
+    layers = [weights_of(spec, "cuda") for _ in range(2)]
+
+    def forward(x, ids, w, plan):
+        for weights in layers:
+            x = x + run(spec, weights, x, ids, w, plan)
+        return x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(functools.partial(forward, plan=plan), mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = tokens_of(spec, T)
+            torch.compiler.cudagraph_mark_step_begin()
+            got, expected = compiled(*tokens).clone(), forward(*tokens, "*:aten")
+            assert (got - expected).abs().max() <= 1e-2 * expected.abs().max()
+
+
+FORCED = [("ffma_1_4", "ffma"), ("ffma_8_2", "ffma"), ("wgmma_2_2_128", "wgmma"), ("wgmma_2_4_128", "wgmma")]
+
+
+def test_the_tactic_that_is_named_is_the_one_that_runs():
+    """FMA and tensor-core kernels at their boundary (T = 4 of this geometry), by the names of what ran."""
+    name, spec, T = "flashinfer_frost_low_latency", spec_of(E=64, K=10, H=2048, I=512), 4
+    needs(name, spec, T)
+    weights, tokens = weights_of(spec, "cuda"), tokens_of(spec, T)
+    ran = {}
+    for pick, _ in FORCED:
+        plan = f"*:{name}(PICK={pick})"
+        run(spec, weights, *tokens, plan)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(spec, weights, *tokens, plan)
+            torch.cuda.synchronize()
+        ran[pick] = frozenset(e.key for e in profile.key_averages()) - {"_merge_kernel"}
+    for pick, kind in FORCED:
+        others = [p for p, k in FORCED if k != kind]
+        assert all(ran[pick] - ran[other] for other in others), ran

@@ -20,12 +20,13 @@ from .spec import ExpertsSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A provider's answer. verdict: "ok" or why not. tactics: (candidate, predicted us), the cheapest first."""
+    """A provider's answer. verdict: "ok" or why not. tactics: (candidate, predicted us), the cheapest first; None us
+    where the cost model wasn't fitted to its kernels."""
 
     provider: str
     verdict: str
     copied_bytes: int = 0
-    tactics: tuple[tuple[str, float], ...] = ()
+    tactics: tuple[tuple[str, float | None], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,8 @@ class Outlook:
             lines.append(f"  {offer.provider:29}{offer.verdict}")
             if offer.copied_bytes and offer.verdict == "ok":
                 lines.append(f"  {'':29}keeps {offer.copied_bytes} bytes of weights in its own layout")
-            lines += [f"  {'':29}{us:9.1f} us  {tactic}" for tactic, us in offer.tactics[:3]]
+            for tactic, us in offer.tactics[:3]:
+                lines.append(f"  {'':29}{'not priced' if us is None else f'{us:7.1f} us'}  {tactic}")
         return "\n".join(lines)
 
 
@@ -75,7 +77,9 @@ def outlook(spec: ExpertsSpec, T: int, device: str | Device, mode: str = "graph"
                 provider=name,
                 verdict=str(verdict) if ranked or not verdict else f"not for {T} tokens",
                 copied_bytes=copied_bytes((name,), spec),
-                tactics=tuple((str(p.candidate), round(1e6 * p.seconds, 1)) for p in ranked),
+                tactics=tuple(
+                    (str(p.candidate), round(1e6 * p.seconds, 1) if provider.priced else None) for p in ranked
+                ),
             )
         )
     return Outlook(spec=str(spec), tokens=T, device=str(where), offers=tuple(offers))

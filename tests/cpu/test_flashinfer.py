@@ -483,6 +483,30 @@ def test_the_block_major_layout_is_the_librarys(H, I, act):
     assert sum(stored.bytes_of(spec).values()) == 2 * (first.numel() + down.numel())
 
 
+@needs_flashinfer
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_107a", "sm_120a"])
+def test_the_low_latency_kernels_compile_for_every_architecture(arch, tmp_path):
+    cutlass = pytest.importorskip("cutlass")
+    runtime = fi.module("fused_moe.backends.frost_low_latency.fma.bf16.runtime")
+    cute, T, K, E, H, I = cutlass.cute, 4, 8, 8, 256, 128
+    bf16, whole, real = cutlass.BFloat16, cutlass.Int32, cutlass.Float32
+    tensors = (  # x, gate_up, ids, intermediate, down, weights, result
+        (bf16, (T, H)), (bf16, (E, 2 * I, H)), (whole, (T, K)), (bf16, (T * K, I)), (bf16, (E, H, I)), (real, (T, K)),
+        (bf16, (T, H)),
+    )  # fmt: skip
+    fakes = [
+        cute.runtime.make_fake_compact_tensor(
+            kind, shape, stride_order=tuple(range(len(shape)))[::-1], assumed_align=16
+        )
+        for kind, shape in tensors
+    ]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    options = f"--gpu-arch {arch} --enable-tvm-ffi"
+    made = cute.compile(runtime.launch, *fakes, 1, 4, "swiglu", True, None, False, True, stream, options=options)
+    made.export_to_c(str(tmp_path / "kernels.o"), function_name="kernels")
+    assert (tmp_path / "kernels.o").stat().st_size > 10_000
+
+
 # What `moe-compile explain --thiek` says
 
 

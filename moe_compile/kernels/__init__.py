@@ -2,7 +2,8 @@
 
 epilogue.py  an activation expression -> a device function
 sort.py      ids_TK -> routes in expert order and the tile schedule
-grouped.py   the two grouped linears over that order, and finalize
+grouped.py   the two grouped linears over that order
+finalize.py  the weighted sum over each token's routes
 launch.py    how all of them are launched: overlapped (PDL) and at little host time
 decode.py    the same block in two launches without sorting, for few tokens
 

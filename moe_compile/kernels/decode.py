@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped import gate_and_up
-from .launch import ceil_div, launch, power_of_2
+from .launch import Bound, ceil_div, power_of_2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
     """Blocks: weight rows (of I, of H) and columns that a program holds at a time (`down`: of each slot), and warps."""
 
@@ -133,29 +134,56 @@ def _down_kernel(
     tl.store(out_ptr + t.to(tl.int64) * H + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
 
 
+@lru_cache(1024)
+def _up_bound(
+    rows: Rows, act: Any, E: int, choices: int, sizes: tuple[int, int], gated: bool, halves: str, k_major: bool,
+    dtype: Any, device: torch.device, ids: Any, stride_xh: int, w_strides: tuple[int, ...], bias_stride: int | None,
+    weights: Any,
+) -> Bound:  # fmt: skip
+    """The kernel for all calls that differ in addresses and in T only; see launch.Bound."""
+    H, I = sizes
+    interleaved = halves.endswith("interleaved")
+    paired = gated and (interleaved or (halves != "separate" and k_major))
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    constants = (
+        stride_xh, w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0,
+        0 if halves in ("separate", "up") else 1 if interleaved else I, E, choices, H, I, gated, paired, interleaved,
+        not halves.startswith("up_gate"), bias_stride is not None, weights is not None, act, rows.UP_N, rows.UP_K,
+    )  # fmt: skip
+    return Bound(_up_kernel, constants, device, warps=rows.UP_warps)
+
+
+@lru_cache(1024)
+def _down_bound(
+    rows: Rows, E: int, choices: int, I: int, H: int, k_major: bool, dtype: Any, device: torch.device, ids: Any,
+    w_strides: tuple[int, ...], bias_stride: int | None, weights: Any, out: Any,
+) -> Bound:  # fmt: skip
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    constants = (
+        w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0, E, choices, H, I,
+        bias_stride is not None, weights is not None, power_of_2(choices), rows.DOWN_N, rows.DOWN_K,
+    )  # fmt: skip
+    return Bound(_down_kernel, constants, device, warps=rows.DOWN_warps, overlap=True)
+
+
 def up(
     x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, gate_up: tuple[torch.Tensor, ...],
     bias: tuple[torch.Tensor, ...], act: Any, *, E: int, sizes: tuple[int, int], gated: bool, halves: str,
     k_major: bool, rows: Rows,
 ) -> torch.Tensor:  # fmt: skip
     """act_RI [R, I] in x's dtype by route; rows of dropped routes stay unwritten. Arguments as of grouped.fc1."""
-    H, I = sizes
     w, v = gate_up[0], gate_up[-1]
-    interleaved = halves.endswith("interleaved")
-    paired = gated and (interleaved or (halves != "separate" and k_major))
-    n_axis, k_axis = (1, 2) if k_major else (2, 1)
-    R = ids_TK.numel()
-    out = torch.empty((R, I), dtype=x_TH.dtype, device=x_TH.device)
-    bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
-    weights = x_TH if weights_TK is None else weights_TK.contiguous()
-    arguments = (x_TH, ids_TK.contiguous(), weights, w, v, bias1, bias2, out, x_TH.stride(0))
-    constants = (
-        x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0,
-        0 if halves in ("separate", "up") else 1 if interleaved else I, E, ids_TK.shape[1], H, I,
-        gated, paired, interleaved, not halves.startswith("up_gate"), bool(bias), weights_TK is not None, act,
-        rows.UP_N, rows.UP_K,
+    R, stride_xt, stride_xh = ids_TK.numel(), *x_TH.stride()
+    bound = _up_bound(
+        rows, act, E, ids_TK.shape[1], sizes, gated, halves, k_major, x_TH.dtype, x_TH.device, ids_TK.dtype, stride_xh,
+        w.stride(), bias[0].stride(0) if bias else None, None if weights_TK is None else weights_TK.dtype,
     )  # fmt: skip
-    launch(_up_kernel, (R * ceil_div(I, rows.UP_N), 1), arguments, (R,), constants, warps=rows.UP_warps)
+    out = torch.empty((R, sizes[1]), dtype=x_TH.dtype, device=x_TH.device)
+    arguments = (
+        x_TH, ids_TK.contiguous(), x_TH if weights_TK is None else weights_TK.contiguous(), w, v,
+        bias[0] if bias else x_TH, bias[-1] if bias else x_TH, out, stride_xt,
+    )  # fmt: skip
+    bound((R * ceil_div(sizes[1], rows.UP_N), 1), arguments, (R,))
     return out
 
 
@@ -164,18 +192,18 @@ def down(
     bias: torch.Tensor | None, dtype: torch.dtype, *, E: int, k_major: bool, rows: Rows,
 ) -> torch.Tensor:  # fmt: skip
     """out_TH [T, H] in `dtype`. w: [E, H, I] where k_major, else [E, I, H]; weights_TK None means 1."""
-    n_axis, k_axis = (1, 2) if k_major else (2, 1)
     T, choices = ids_TK.shape
-    I, H = act_RI.shape[1], w.shape[n_axis]
-    out = torch.empty((T, H), dtype=dtype, device=act_RI.device)
-    weights = act_RI if weights_TK is None else weights_TK.contiguous()
-    arguments = (act_RI, ids_TK.contiguous(), weights, w, act_RI if bias is None else bias, out)
-    constants = (
-        w.stride(0), w.stride(n_axis), w.stride(k_axis), 0 if bias is None else bias.stride(0), E, choices, H, I,
-        bias is not None, weights_TK is not None, power_of_2(choices), rows.DOWN_N, rows.DOWN_K,
+    I, H = act_RI.shape[1], w.shape[1 if k_major else 2]
+    bound = _down_bound(
+        rows, E, choices, I, H, k_major, act_RI.dtype, act_RI.device, ids_TK.dtype, w.stride(),
+        None if bias is None else bias.stride(0), None if weights_TK is None else weights_TK.dtype, dtype,
     )  # fmt: skip
-    grid = (T * ceil_div(H, rows.DOWN_N), 1)
-    launch(_down_kernel, grid, arguments, (T,), constants, warps=rows.DOWN_warps, overlap=True)
+    out = torch.empty((T, H), dtype=dtype, device=act_RI.device)
+    arguments = (
+        act_RI, ids_TK.contiguous(), act_RI if weights_TK is None else weights_TK.contiguous(), w,
+        act_RI if bias is None else bias, out,
+    )  # fmt: skip
+    bound((T * ceil_div(H, rows.DOWN_N), 1), arguments, (T,))
     return out
 
 

@@ -1,12 +1,11 @@
-"""The experts' two linears over routes in expert order, and the sum over each token's routes: three kernels.
+"""The experts' two linears over routes in expert order: two kernels.
 
 In: x_TH, the expert tensors in their native layout (strides are read, nothing is copied), a Schedule (sort.py).
   fc1       act_RI[p] = cast(act(gate, up), x)  with gate, up = first-linear rows of x[routes[p] // K] (+ bias)
   fc2       y_RH[routes[p]] = cast(act_RI[p] @ down[e]^T + bias, x)
-  finalize  out_TH[t] = cast(sum_k w[t, k] * y_RH[t * K + k], out), slot order, fp32
 The 2I-wide intermediate and a permuted copy of x never exist. act_RI is in sorted order (contiguous for fc2), y_RH in
-route order (contiguous for finalize). y is rounded where the original rounds its second linear, and the routing weight
-is applied after that in fp32: no rounding that the original lacks.
+route order (contiguous for finalize.py). y is rounded where the original rounds its second linear, and the routing
+weight is applied after that in fp32: no rounding that the original lacks.
 Invariants: rows past a tile's end are computed on zeros or neighbours and never stored; every element is written by one
 program, sums run in a fixed order: results are bitwise repeatable. A route outside [0, E) has no row in any tile and
 its y is never read.
@@ -16,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import ceil_div, launch, power_of_2
+from .launch import Bound, ceil_div
 from .sort import Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tile:
     """Block sizes and schedule of one grouped linear; the provider's knobs in the kernels' terms.
 
@@ -212,26 +212,6 @@ def _fc2_kernel(
     tl.store(out_ptrs, y.to(y_ptr.dtype.element_ty), mask=(p < end)[:, None] & (n < H)[None, :])
 
 
-@triton.jit
-def _finalize_kernel(
-    y_ptr, ids_ptr, weights_ptr, out_ptr,
-    E: tl.constexpr, K: tl.constexpr, H: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_wait()
-    t = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for k in tl.static_range(K):
-        e = tl.load(ids_ptr + t * K + k)
-        here = (e >= 0) & (e < E)
-        y = tl.load(y_ptr + (t * K + k) * H + h, mask=h < tl.where(here, H, 0), other=0.0).to(tl.float32)
-        if SCALE:
-            y *= tl.where(here, tl.load(weights_ptr + t * K + k).to(tl.float32), 0.0)
-        total += y
-    tl.store(out_ptr + t * H + h, total.to(out_ptr.dtype.element_ty), mask=h < H)
-
-
 def _descriptor(w: torch.Tensor, rows: int, depth: int, k_major: bool) -> Any:
     """The descriptor of weights [E, N, K] (k_major) or [E, K, N], boxes of `rows` x `depth`; zeros past the edges."""
     return TensorDescriptor.from_tensor(w, [1, rows, depth] if k_major else [1, depth, rows])
@@ -239,8 +219,54 @@ def _descriptor(w: torch.Tensor, rows: int, depth: int, k_major: bool) -> Any:
 
 def tma_aligned(w: torch.Tensor) -> bool:
     """Whether a tensor descriptor can address w: 16-byte base and strides, innermost contiguous."""
-    size = w.element_size()
-    return w.data_ptr() % 16 == 0 and w.stride(-1) == 1 and all(s * size % 16 == 0 for s in w.stride()[:-1])
+    return w.data_ptr() % 16 == 0 and _strides_aligned(w.stride(), w.element_size())
+
+
+def _strides_aligned(strides: tuple[int, ...], size: int) -> bool:
+    return strides[-1] == 1 and all(s * size % 16 == 0 for s in strides[:-1])
+
+
+# What follows binds a kernel once for all calls that differ in addresses and in T only; see launch.Bound.
+
+
+@lru_cache(1024)
+def _fc1_bound(
+    tile: Tile, act: Any, choices: int, sizes: tuple[int, int], gated: bool, halves: str, k_major: bool, dtype: Any,
+    device: torch.device, x_strides: tuple[int, ...], w_strides: tuple[int, ...], v_strides: tuple[int, ...],
+    bias_stride: int | None, weights_dtype: Any, aligned: bool,
+) -> tuple[Bound, int]:  # fmt: skip
+    """The kernel, and the weight rows that its descriptors fetch at once (0: it reads by addresses)."""
+    H, I = sizes
+    interleaved = halves.endswith("interleaved")
+    tma = aligned and _strides_aligned(w_strides, dtype.itemsize) and _strides_aligned(v_strides, dtype.itemsize)
+    # one wide tile wherever its rows can alternate without breaking contiguity
+    paired = gated and (interleaved or (halves != "separate" and k_major and not tma))
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    constants = (
+        x_strides[1], w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0,
+        0 if halves in ("separate", "up") else 1 if interleaved else I, choices, H, I,
+        gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bias_stride is not None,
+        weights_dtype is not None, act, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+    )  # fmt: skip
+    bound = Bound(_fc1_kernel, constants, device, warps=tile.warps, stages=tile.stages, overlap=True)
+    return bound, tile.BLOCK_N * (2 if paired else 1) if tma else 0
+
+
+@lru_cache(1024)
+def _fc2_bound(
+    tile: Tile, I: int, H: int, k_major: bool, dtype: Any, device: torch.device, w_strides: tuple[int, ...],
+    bias_stride: int | None, aligned: bool,
+) -> tuple[Bound, bool]:  # fmt: skip
+    """The kernel, and whether it reads by descriptors."""
+    tma = aligned and _strides_aligned(w_strides, dtype.itemsize) and I * dtype.itemsize % 16 == 0
+    n_axis, k_axis = (1, 2) if k_major else (2, 1)
+    constants = (
+        w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0, H, I, k_major, bias_stride is not None,
+        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+    )  # fmt: skip
+    # Not overlapped: its programs would fill the processors that fc1 leaves first, unevenly (mixtral T=1: 187 us, with
+    # it 196; gpt_oss_20b T=4: 166, 168; elsewhere it gained 1 us; H200, 2026-11-30).
+    return Bound(_fc2_kernel, constants, device, warps=tile.warps, stages=tile.stages), tma
 
 
 def fc1(
@@ -254,31 +280,22 @@ def fc1(
     `halves` as in spec.HALVES, k_major for [E, G, H], sizes = (H, I), `act` of epilogue(). TMA falls back to addresses
     where a tensor is not aligned for it.
     """
-    H, I = sizes
     w, v = gate_up[0], gate_up[-1]
-    interleaved = halves.endswith("interleaved")
-    tma = bool(tile.TMA) and tma_aligned(w) and tma_aligned(v)
-    # one wide tile wherever its rows can alternate without breaking contiguity
-    paired = gated and (interleaved or (halves != "separate" and k_major and not tma))
-    width = tile.BLOCK_N * (2 if paired else 1)
-    n_axis, k_axis = (1, 2) if k_major else (2, 1)
-    out = torch.empty((schedule.R, I), dtype=x_TH.dtype, device=x_TH.device)
-    bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
+    strides = x_TH.stride()
+    bound, width = _fc1_bound(
+        tile, act, choices, sizes, gated, halves, k_major, x_TH.dtype, x_TH.device, strides, w.stride(), v.stride(),
+        bias[0].stride(0) if bias else None, None if weights_TK is None else weights_TK.dtype,
+        bool(tile.TMA) and (w.data_ptr() | v.data_ptr()) % 16 == 0,
+    )  # fmt: skip
+    out = torch.empty((schedule.R, sizes[1]), dtype=x_TH.dtype, device=x_TH.device)
     arguments = (
         x_TH,
-        _descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
-        _descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
-        bias1, bias2, x_TH if weights_TK is None else weights_TK.contiguous(), out, schedule.plan, x_TH.stride(0),
+        _descriptor(w, width, tile.BLOCK_K, k_major) if width else w,
+        _descriptor(v, width, tile.BLOCK_K, k_major) if width else v,
+        bias[0] if bias else x_TH, bias[-1] if bias else x_TH, x_TH if weights_TK is None else weights_TK.contiguous(),
+        out, schedule.plan, strides[0],
     )  # fmt: skip
-    constants = (
-        x_TH.stride(1), w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0),
-        0 if halves in ("separate", "up") else 1 if interleaved else I, choices, H, I,
-        gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bool(bias), weights_TK is not None, act,
-        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
-    )  # fmt: skip
-    grid = (schedule.bound * ceil_div(I, tile.BLOCK_N), 1)
-    free, warps, stages = (schedule.bound,), tile.warps, tile.stages
-    launch(_fc1_kernel, grid, arguments, free, constants, warps=warps, stages=stages, overlap=True)
+    bound((schedule.bound * ceil_div(sizes[1], tile.BLOCK_N), 1), arguments, (schedule.bound,))
     return out
 
 
@@ -290,9 +307,11 @@ def fc2(
 
     k_major: down is [E, H, I], else [E, I, H].
     """
-    n_axis, k_axis = (1, 2) if k_major else (2, 1)
-    I, H = act_RI.shape[1], down.shape[n_axis]
-    tma = bool(tile.TMA) and tma_aligned(down) and tma_aligned(act_RI)
+    I, H = act_RI.shape[1], down.shape[1 if k_major else 2]
+    bound, tma = _fc2_bound(
+        tile, I, H, k_major, act_RI.dtype, act_RI.device, down.stride(), None if bias is None else bias.stride(0),
+        bool(tile.TMA) and down.data_ptr() % 16 == 0,
+    )  # fmt: skip
     y = torch.empty((schedule.R, H), dtype=act_RI.dtype, device=act_RI.device)
     arguments = (
         act_RI,
@@ -300,29 +319,8 @@ def fc2(
         _descriptor(down, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down,
         act_RI if bias is None else bias, y, schedule.plan,
     )  # fmt: skip
-    constants = (
-        down.stride(0), down.stride(n_axis), down.stride(k_axis), 0 if bias is None else bias.stride(0), H, I,
-        k_major, bias is not None, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
-    )  # fmt: skip
-    grid = (schedule.bound * ceil_div(H, tile.BLOCK_N), 1)
-    # Not overlapped: its programs would fill the processors that fc1 leaves first, unevenly (mixtral T=1: 187 us, with
-    # it 196; gpt_oss_20b T=4: 166, 168; elsewhere it gained 1 us; H200, 2026-11-30).
-    launch(_fc2_kernel, grid, arguments, (schedule.bound,), constants, warps=tile.warps, stages=tile.stages)
+    bound((schedule.bound * ceil_div(H, tile.BLOCK_N), 1), arguments, (schedule.bound,))
     return y
-
-
-def finalize(
-    y_RH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, E: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """out_TH [T, H] in `dtype`: sum over k, in slot order and fp32, of w * y (w = 1 without weights_TK)."""
-    T, K = ids_TK.shape
-    H = y_RH.shape[1]
-    out = torch.empty((T, H), dtype=dtype, device=y_RH.device)
-    block = min(1024, power_of_2(H))
-    arguments = (y_RH, ids_TK.contiguous(), y_RH if weights_TK is None else weights_TK.contiguous(), out)
-    grid = (T, ceil_div(H, block))
-    launch(_finalize_kernel, grid, arguments, (), (E, K, H, weights_TK is not None, block), overlap=True)
-    return out
 
 
 def gate_and_up(tensors: tuple[torch.Tensor, ...], halves: str, axis: int) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -375,17 +373,6 @@ def fc2_reference(
         y = act_RI[start:stop].float() @ (down[e].float().T if k_major else down[e].float())
         y_RH[routes[start:stop]] = (y if bias is None else y + bias[e].float()).to(y_RH.dtype)
     return y_RH
-
-
-def finalize_reference(
-    y_RH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, E: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The torch twin of `finalize`."""
-    T, K = ids_TK.shape
-    here = ((ids_TK >= 0) & (ids_TK < E))[:, :, None]
-    y = torch.where(here, y_RH.view(T, K, -1).float(), 0.0)
-    y = y if weights_TK is None else torch.where(here, y * weights_TK[:, :, None].float(), 0.0)
-    return y.sum(1).to(dtype)
 
 
 def _spans(schedule: Schedule) -> list[tuple[int, int, int]]:

@@ -8,9 +8,9 @@ Programmatic dependent launch (Hopper on): with PDL a kernel lets its successor 
 writes. A kernel that waits first and lets go after that keeps the chain ordered: whatever ran before the predecessor
 is complete too.
 Invariant: two calls share a compiled kernel only if Triton itself would share it: same device, constants and options,
-dtypes, 16-byte alignment of every tensor, values of every specialized int. Triton's own path repeats that analysis at
-every call: 137 us of host time for the two launches of decode.py, 370 us for four with tensor descriptors (H200
-machine, triton 3.6, 2026-11-30).
+dtypes, 16-byte alignment of every tensor, values of every specialized int. What calls share is in a `Bound`, so that a
+call looks at addresses only. Triton's own path repeats the whole analysis at every call: 137 us of host time for the
+two launches of decode.py, 370 us for four with tensor descriptors (H200 machine, triton 3.6, 2026-11-30).
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from typing import Any
 import torch
 import triton
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-
 
 @lru_cache(None)
 def overlaps(device: torch.device) -> bool:
@@ -30,33 +28,62 @@ def overlaps(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+class Bound:
+    """A kernel with all that its calls share: constants, options, the device, and the dtypes of its tensors."""
+
+    def __init__(
+        self, kernel: Any, constants: tuple[Any, ...], device: torch.device, *, warps: int = 4, stages: int = 3,
+        overlap: bool = False,
+    ) -> None:  # fmt: skip
+        pdl = overlaps(device)
+        self.kernel, self.constants, self.index = kernel, (*constants, pdl), device.index
+        self.options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if pdl and overlap else {})}
+        self.compiled: dict[Any, Any] = {}  # by alignments and specialized ints
+
+    def __call__(self, grid: tuple[int, int], arguments: tuple[Any, ...], free: tuple[int, ...] = ()) -> None:
+        """kernel[grid](*arguments, *free, *constants, PDL). `free` are in [0, 2^31)."""
+        values: list[Any] = []  # addresses instead of tensors: the launcher asks the driver about every tensor
+        key: list[int] = []
+        for a in arguments:
+            if isinstance(a, torch.Tensor):
+                a = a.data_ptr()
+                key.append(a & 15)
+            elif isinstance(a, int):
+                key.append(a)
+            values.append(a)
+        known = self.compiled.get(found := tuple(key))
+        if known is None:
+            self._compile(found, grid, arguments, free)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        run, function, metadata = known  # and no launch metadata, no profiler's hooks
+        run(*grid, 1, stream, function, metadata, None, None, None, *values, *free, *self.constants)
+
+    def _compile(self, key: Any, grid: tuple[int, int], arguments: tuple[Any, ...], free: tuple[int, ...]) -> None:
+        assert all(0 <= n < 2**31 for n in free), free
+        made = self.kernel[grid](*arguments, *free, *self.constants, **self.options)
+        if isinstance(self.kernel, triton.JITFunction):
+            self.compiled[key] = (made.run, made.function, made.packed_metadata)
+
+
+_bound: dict[tuple[Any, ...], Bound] = {}
+
+
 def launch(
     kernel: Any, grid: tuple[int, int], arguments: tuple[Any, ...], free: tuple[int, ...], constants: tuple[Any, ...],
     *, warps: int = 4, stages: int = 3, overlap: bool = False,
 ) -> None:  # fmt: skip
-    """kernel[grid](*arguments, *free, *constants, PDL). `free` are in [0, 2^31); the first argument is a tensor."""
+    """As a Bound does, which is found by what it holds; the first argument is a tensor."""
     device = arguments[0].device
-    pdl = overlaps(device)
-    key: list[Any] = [kernel, device, warps, stages, overlap, pdl, constants]
-    values: list[Any] = []  # addresses instead of tensors: the launcher asks the driver about every tensor
-    for a in arguments:
-        if isinstance(a, torch.Tensor):
-            values.append(address := a.data_ptr())
-            key += (a.dtype, address % 16)
-        else:
-            values.append(a)
-            key.append(a if isinstance(a, int) else (a.base.dtype, *a.block_shape))
-    known = _compiled.get(found := tuple(key))
-    if known is not None:
-        stream = torch._C._cuda_getCurrentRawStream(device.index)
-        rest = (None, None, None, *values, *free, *constants, pdl)  # no launch metadata, no profiler's hooks
-        known.run(*grid, 1, stream, known.function, known.packed_metadata, *rest)
-        return
-    assert all(0 <= n < 2**31 for n in free), free
-    options: dict[str, Any] = {"launch_pdl": True} if pdl and overlap else {}
-    made = kernel[grid](*arguments, *free, *constants, pdl, num_warps=warps, num_stages=stages, **options)
-    if isinstance(kernel, triton.JITFunction):
-        _compiled[found] = made
+    dtypes = tuple(
+        a.dtype if isinstance(a, torch.Tensor) else (a.base.dtype, *a.block_shape)
+        for a in arguments
+        if not isinstance(a, int)
+    )
+    key = (kernel, device, dtypes, warps, stages, overlap, constants)
+    if (bound := _bound.get(key)) is None:
+        bound = _bound[key] = Bound(kernel, constants, device, warps=warps, stages=stages, overlap=overlap)
+    bound(grid, arguments, free)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -9,18 +9,20 @@ not in [0, E) is in no tile; a tile never spans experts; no program reads what a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .launch import ceil_div, launch, power_of_2
+from .launch import Bound, ceil_div, power_of_2
 
 FUSED_ROUTES, _FUSED_COUNTS = 2048, 1 << 19  # most R and most R * bins for which every program recounts all ids
 _SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk
 _SCAN = 1024  # ids counted at once
 _MAX_CHUNKS = 256
+_WIDTH = 16  # experts that a program of the scan takes
 
 
 @dataclass(frozen=True)
@@ -147,26 +149,40 @@ def _place_kernel(
             free += tl.histogram(mine, BINS)
 
 
+@lru_cache(1024)
+def _bound(step: str, E: int, BLOCK_M: int, size: int, ids: torch.dtype, device: torch.device) -> Bound:
+    """A step's kernel for all calls that differ in addresses and in R only (launch.Bound). size: chunks of the scan, or
+    the ids that the fused place counts at once, 0 where it is not fused."""
+    bins = _bins_of(E)
+    if step == "count":
+        return Bound(_count_kernel, (E, bins, _SUB), device)
+    if step == "scan":
+        return Bound(_scan_kernel, (bins, size, _WIDTH), device, overlap=True)
+    constants = (E, bins, BLOCK_M, bool(size), size or _SCAN, _SUB)
+    return Bound(_place_kernel, constants, device, warps=8 if bins > 512 else 4, overlap=not size)
+
+
 def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
     """The schedule of ids_TK for tiles of BLOCK_M rows. R = T * K must be in [1, 2^31)."""
     R = ids_TK.numel()
     assert 1 <= R < 2**31, R
     ids = ids_TK.contiguous()
-    bins, bound = _bins_of(E), tile_bound(R, E, BLOCK_M)
+    bound = tile_bound(R, E, BLOCK_M)
     plan = torch.empty(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
-    warps = 8 if bins > 512 else 4
     if sort_launches(R, E) == 1:
-        scan = min(_SCAN, max(_SUB, power_of_2(R)))
-        constants = (E, bins, BLOCK_M, True, scan, _SUB)
-        launch(_place_kernel, (ceil_div(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound), constants, warps=warps)
+        fused = _bound("place", E, BLOCK_M, min(_SCAN, max(_SUB, power_of_2(R))), ids.dtype, ids.device)
+        fused((ceil_div(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound))
         return Schedule(plan, bound, R)
     length = _SUB * ceil_div(R, _SUB * _MAX_CHUNKS)
-    chunks, width = ceil_div(R, length), 16
+    chunks, bins = ceil_div(R, length), _bins_of(E)
     counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
-    launch(_count_kernel, (chunks, 1), (ids, counters), (R, length), (E, bins, _SUB))
-    launch(_scan_kernel, (bins // width, 1), (counters,), (chunks,), (bins, power_of_2(chunks), width), overlap=True)
-    constants = (E, bins, BLOCK_M, False, _SCAN, _SUB)
-    launch(_place_kernel, (chunks, 1), (ids, counters, plan), (R, length, bound), constants, warps=warps, overlap=True)
+    count, scan, place = (
+        _bound(step, E, BLOCK_M, power_of_2(chunks) if step == "scan" else 0, ids.dtype, ids.device)
+        for step in ("count", "scan", "place")
+    )
+    count((chunks, 1), (ids, counters), (R, length))
+    scan((bins // _WIDTH, 1), (counters,), (chunks,))
+    place((chunks, 1), (ids, counters, plan), (R, length, bound))
     return Schedule(plan, bound, R)
 
 

@@ -111,7 +111,8 @@ class TritonGrouped(Provider):
         first, second = tiles_of(tactic, spec, device)
 
         from ..kernels.epilogue import epilogue
-        from ..kernels.grouped import fc1, fc2, finalize
+        from ..kernels.finalize import finalize
+        from ..kernels.grouped import fc1, fc2
         from ..kernels.sort import sort_routes
 
         act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)

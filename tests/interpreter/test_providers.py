@@ -13,6 +13,7 @@ from moe_compile.activation import Activation, evaluate
 from moe_compile.hardware import facts
 from moe_compile.kernels import decode, grouped
 from moe_compile.kernels.epilogue import epilogue
+from moe_compile.kernels.finalize import finalize, finalize_reference
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
 from moe_compile.providers import Candidate, launcher
@@ -206,8 +207,8 @@ def test_twins():
     y_twin = grouped.fc2_reference(twin, p.down, p.down_bias, schedule, k_major=True)
     here = ids.reshape(-1) >= 0
     torch.testing.assert_close(y[here], y_twin[here])
-    out = grouped.finalize(y, ids, w, spec.E, torch.float32)
-    torch.testing.assert_close(out, grouped.finalize_reference(y_twin, ids, w, spec.E, torch.float32))
+    out = finalize(y, ids, w, spec.E, torch.float32)
+    torch.testing.assert_close(out, finalize_reference(y_twin, ids, w, spec.E, torch.float32))
     rows = decode.Rows(UP_N=4, UP_K=32, DOWN_N=4, DOWN_K=32)
     a = decode.up(
         x, ids, w, p.gate_up, p.gate_up_bias, act, E=spec.E, sizes=(spec.H, spec.I), gated=True, halves="up_gate",

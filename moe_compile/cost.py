@@ -1,9 +1,9 @@
 """What a call costs: in, a Work, a Device, a Load and T; out, seconds and every quantity on the way there.
 
-The model is a sheet of formulas for each kind of step, as text that sympy reads: symbols are the step's fields, the
-device's, the load's (active, tiles) and fitted constants, and each row may use the rows above it. The same sheet is
-evaluated (`estimate`), printed with numbers put in (`Breakdown`), fitted (calibrate.py) and solved for T (`crossover`).
-Invariant: no torch, no tables of kernels: two tactics differ only by what their steps say.
+The model is a sheet of formulas for each kind of step, as text that sympy reads. Symbols are the step's fields, the
+device's, the load's (active, tiles), fitted constants, and the rows above. The same sheet is evaluated (`estimate`),
+printed with numbers put in (`Breakdown.lines`), fitted (calibrate.py) and solved for T (`crossings`).
+Invariant: no torch and no table of kernels: two tactics differ in price only by what their steps say.
 """
 
 from __future__ import annotations
@@ -22,45 +22,89 @@ import sympy
 
 from .hardware import Device
 from .spec import ELEMENT_BYTES, ExpertsSpec
-from .work import Passed, Sorted, Step, Streamed, Tiled, Work
+from .work import Library, Passed, Sorted, Step, Streamed, Tiled, Work
 
-# Rows: name, formula. Units: bytes, FLOP, seconds. Constants are those of CONSTANTS.
+# Name: formula; bytes, FLOP, seconds. `iteration` is what one pass over the K columns of a tile takes when `resident`
+# programs share a processor: the largest of the processor's tensor units, its intake from L2, the latency that `stages`
+# hide, and the program's own sequence, joined by a soft maximum. Memory and processors overlap: a soft maximum again.
 SHEETS: dict[type[Any], dict[str, str]] = {
     Tiled: {
+        "launches": "1",
         "column_tiles": "ceiling(columns / N)",
         "programs": "tiles * column_tiles",
+        "iterations": "ceiling(depth / K)",
         "fill": "R / (tiles * M)",
         "flop": "2 * R * columns * matrices * depth",
         "weights": "active * columns * matrices * depth * weight_bytes",
-        "rereads": "(tiles - active) * columns * matrices * depth * weight_bytes",
-        "rows_read": "R * depth * x_bytes",
-        "rows_written": "R * columns * out_bytes",
-        "waves": "programs / processors",
-        "memory": "(weights + rows_read + rows_written) / (tiled_share * bandwidth) + rereads / l2_bandwidth",
-        "compute": "flop / fill / (tensor_share * flop_rate)",
-        "launches": "1",
-        "seconds": "launch + Max(memory, compute)",
+        "rows": "R * (depth * x_bytes + columns * out_bytes)",
+        "tile_bytes": "K * (Min(M, R / tiles) * x_bytes + N * matrices * weight_bytes)",
+        "shared": "stages * K * (M * x_bytes + N * matrices * weight_bytes)",
+        "thread_registers": "M * N * matrices / (32 * warps) + 60",
+        "most": "Min(shared_per_processor / shared, registers / (thread_registers * 32 * warps))",
+        "resident_most": "Max(1, floor(Min(most, threads_per_processor / (32 * warps))))",
+        "resident": "Max(1, Min(resident_most, programs / processors))",
+        "waves": "programs / (processors * resident_most)",
+        "width": "N * matrices / products",
+        "tall": "swap * width + (1 - swap) * M",
+        "narrow": "swap * M + (1 - swap) * width",
+        "units": "Piecewise(((1 + narrow_cost / narrow) / tensor_share, tall >= 64), (1 / small_share, True))",
+        "multiply": "2 * M * N * matrices * K * processors / flop_rate * units",
+        "intake": "tile_bytes * processors / (l2_share * l2_bandwidth)",
+        "latency": "load_latency / Max(stages - held_stages, 0.3)",
+        "address": "(1 - tma) * address_cost * K * (M + N * matrices) / (256 * warps)",
+        "alone": "multiply + address",
+        "iteration": "((resident * multiply)**4 + (resident * intake)**4 + latency**4 + alone**4)**(1/4)",
+        "program": "iterations * iteration + prologue + store_cost * M * N",
+        "whole_waves": "Max(1, waves) + wave_loss * Piecewise((ceiling(waves) - waves, waves > 1), (0, True))",
+        "processor": "program * whole_waves",
+        "stall": "Piecewise((1, tall >= 64), (1 + small_loss, True))",
+        "memory": "stall * (weights + rows) / (grain * tiled_share * bandwidth)",
+        "seconds": "launch + (memory**3 + processor**3)**(1/3)",
     },
     Streamed: {
+        "launches": "1",
         "column_tiles": "ceiling(columns / N)",
         "programs": "Piecewise((R, Eq(slots, 0)), (T, True)) * column_tiles",
+        "iterations": "ceiling(depth / K)",
         "flop": "2 * R * columns * matrices * depth",
         "weights": "active * columns * matrices * depth * weight_bytes",
         "rereads": "(R - active) * columns * matrices * depth * weight_bytes",
-        "rows_read": "R * depth * x_bytes",
-        "rows_written": "Piecewise((R, Eq(slots, 0)), (T, True)) * columns * out_bytes",
-        "memory": "(weights + rows_read + rows_written + l2_miss * rereads) / (streamed_share * grain * bandwidth)",
-        "compute": "flop / f32_rate",
-        "launches": "1",
-        "seconds": "launch + Max(memory, compute)",
+        "rows": "R * depth * x_bytes + Piecewise((R, Eq(slots, 0)), (T, True)) * columns * out_bytes",
+        "held": "N * matrices * Max(slots, 1) * K",
+        "thread_registers": "held_registers * held / (32 * warps) + 32",
+        "most": "Min(registers / (Min(thread_registers, 255) * 32 * warps), threads_per_processor / (32 * warps), 32)",
+        "resident_most": "Max(1, floor(most))",
+        "waves": "programs / (processors * resident_most)",
+        "rest": "waves - floor(waves)",
+        "multiply": "fma_cost * held / (128 * clock) * Max(1, thread_registers / 255) * resident_most",
+        "traffic": "(weights + rows + l2_miss * rereads) / (programs * iterations)",
+        "stream": "traffic * processors * resident_most / (grain * streamed_share * bandwidth)",
+        "full": "(stream_latency**2 + stream**2 + multiply**2)**(1/2)",
+        "last": "(stream_latency**2 + (rest * stream)**2 + (rest * multiply)**2)**(1/2) * Min(1, 20 * rest)",
+        "seconds": "launch + iterations * (floor(waves) * full + last) + stream_prologue * ceiling(waves)",
     },
-    Sorted: {"launches": "Piecewise((1, R <= single), (3, True))", "seconds": "launches * launch"},
+    Library: {
+        "launches": "1",
+        "flop": "2 * R * columns * matrices * depth",
+        "weights": "active * columns * matrices * depth * weight_bytes",
+        "rows": "R * (depth * x_bytes + columns * out_bytes)",
+        "memory": "(weights + rows) / (library_share * bandwidth)",
+        "compute": "tiles * 128 / R * flop / (library_tensor_share * flop_rate)",
+        "seconds": "launch + (memory**3 + compute**3)**(1/3)",
+    },
+    Sorted: {
+        "launches": "Piecewise((1, R <= single), (3, True))",
+        "chunk": "Piecewise((R, R <= single), (0, True))",
+        "seconds": "launches * sort_launch + chunk * E * sort_cost",
+    },
     Passed: {
         "launches": "kernels + expert_launches * active",
         "bytes": "token_bytes * T + route_bytes * R + expert_bytes * active",
-        "seconds": "launches * launch + bytes / (tiled_share * bandwidth)",
+        "seconds": "launches * launch + bytes / (pass_share * bandwidth)",
     },
 }
+LIBRARY_M = 128  # rows that a library of unknown tiles is taken to pad to
+FUNCTIONS = {"ceiling", "floor", "Max", "Min", "Piecewise", "Eq", "True"}
 
 
 @dataclass(frozen=True)
@@ -106,7 +150,7 @@ class Load:
 def _tiles(T: float, p: float, M: int) -> float:
     """E[ceil(n / M)] for n ~ Binomial(T, p): exact up to a mean of 40, by the normal distribution beyond."""
     mean, spread = T * p, math.sqrt(max(T * p * (1 - p), 1e-9))
-    if mean > 40:
+    if mean > 40:  # the sum over j of P(n > j M)
         full = max(0, math.floor((mean - 7 * spread) / M))
         beyond = range(full, math.ceil((mean + 7 * spread) / M) + 1)
         return full + sum(0.5 * math.erfc((j * M + 0.5 - mean) / (spread * math.sqrt(2))) for j in beyond)
@@ -121,58 +165,86 @@ def _tiles(T: float, p: float, M: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """A priced call: seconds in all, and for each step the rows of its sheet."""
+    """A priced call: seconds in all, and for each step its kind and the rows of its sheet with their inputs."""
 
     seconds: float
-    steps: tuple[tuple[str, dict[str, float]], ...]
+    steps: tuple[tuple[Step, dict[str, float]], ...]
 
     def total(self, row: str) -> float:
         """The sum of a row over the steps that have it."""
         return sum(rows.get(row, 0.0) for _, rows in self.steps)
 
+    def lines(self) -> list[str]:
+        """The sheet of each step with numbers put in: "programs = tiles * column_tiles = 96.3 * 24 = 2311"."""
+        out = []
+        for step, numbers in self.steps:
+            out.append(f"{step.name}: {step}")
+            for row, text in SHEETS[type(step)].items():
+                put = _NAME.sub(lambda m: m[0] if m[0] in FUNCTIONS else _number(numbers[m[0]]), text)  # noqa: B023
+                out.append(f"  {row} = {text} = {put} = {_number(numbers[row])}")
+        return out
+
+
+_NAME = re.compile(r"\b[A-Za-z_]\w*")
+
+
+def _number(x: float) -> str:
+    return f"{x:.4g}" if isinstance(x, int | float) else str(x)
+
 
 @lru_cache(None)
+def _calibrations() -> dict[str, Any]:
+    devices: dict[str, Any] = json.loads((Path(__file__).parent / "calibration.json").read_text())["devices"]
+    return devices
+
+
+@lru_cache(None)
+def calibrated(device: Device) -> str:
+    """Whose constants price `device`: its own, else those of its architecture, else the first fitted device's."""
+    fitted = _calibrations()
+    same = [name for name, row in fitted.items() if row["arch"] == device.arch]
+    return device.name if device.name in fitted else (same or list(fitted))[0]
+
+
 def constants(device: Device) -> dict[str, float]:
-    """The fitted constants for a device: those of its name, of its architecture, else the nearest fitted device's."""
-    data = json.loads((Path(__file__).parent / "calibration.json").read_text())["devices"]
-    by_arch = {row["arch"]: name for name, row in data.items()}
-    name = device.name if device.name in data else by_arch.get(device.arch, next(iter(data)))
-    found: dict[str, float] = data[name]["constants"]
+    """The fitted constants for a device."""
+    found: dict[str, float] = _calibrations()[calibrated(device)]["constants"]
     return found
 
 
 @lru_cache(None)
-def _evaluator(kind: type[Any]) -> tuple[tuple[str, ...], tuple[str, ...], Callable[..., list[float]]]:
-    """(inputs, rows, function of the inputs that returns the rows) of a kind of step."""
-    rows: dict[str, Any] = {}
+def _function(kind: type[Any]) -> tuple[tuple[str, ...], Callable[..., list[float]]]:
+    """(inputs, the function of them that returns the rows) of a kind of step."""
+    rows: list[tuple[Any, Any]] = []
     for name, text in SHEETS[kind].items():
-        symbols = {s: sympy.Symbol(s) for s in _names(text)}
-        rows[name] = sympy.sympify(text, locals=symbols).subs({sympy.Symbol(n): e for n, e in rows.items()})
-    inputs = sorted({str(s) for e in rows.values() for s in e.free_symbols})
-    return tuple(inputs), tuple(rows), sympy.lambdify(inputs, list(rows.values()), modules="math", cse=True)
+        symbols = {s: sympy.Symbol(s) for s in set(_NAME.findall(text)) - FUNCTIONS}
+        rows.append((sympy.Symbol(name), sympy.sympify(text, locals=symbols)))
+    named = [name for name, _ in rows]
 
+    def assignments(_: Any) -> tuple[Any, Any]:
+        """The rows are their own common subexpressions: each is an assignment that later ones use."""
+        return rows, named
 
-def _names(text: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z_]\w*", text)) - {"ceiling", "Max", "Min", "Piecewise", "Eq", "True", "sqrt"}
+    inputs = sorted({str(s) for _, e in rows for s in e.free_symbols if s not in named})
+    return tuple(inputs), sympy.lambdify(inputs, named, modules="math", cse=assignments)
 
 
 def estimate(
     work: Work,
     device: Device,
     load: Load,
-    T: int,
+    T: float,
     *,
     mode: str = "graph",
     fitted: Mapping[str, float] | None = None,
 ) -> Breakdown:
     """The price of `work` for T tokens. mode: "graph", launches are replayed; "eager": the host makes them one by one,
     and where it is slower than the device it is the time. fitted: constants instead of the device's."""
-    numbers = {
-        **constants(device), **(fitted or {}), "T": T, "R": T * load.K, "active": load.active(T),
-        "f32_rate": device.flop_rate("f32"),
-        **{f: getattr(device, f) for f in ("processors", "clock", "bandwidth", "l2_bandwidth", "l2_bytes")},
+    numbers: dict[str, Any] = {
+        **(constants(device) if fitted is None else fitted), **_fields(device),
+        "T": T, "R": T * load.K, "E": load.E, "active": load.active(T),
     }  # fmt: skip
-    steps = tuple((s.name, _rows(s, numbers, device, load, T)) for s in work.steps)
+    steps = tuple((s, _rows(s, numbers, device, load, T)) for s in work.steps)
     seconds = sum(rows["seconds"] for _, rows in steps)
     if mode == "eager":
         seconds = max(seconds, device.launch_seconds * sum(rows["launches"] for _, rows in steps))
@@ -190,15 +262,38 @@ def limit(spec: ExpertsSpec, device: Device, load: Load, T: int) -> tuple[float,
     return max((memory, "memory"), (compute, "compute"))
 
 
-def _rows(step: Step, numbers: Mapping[str, float], device: Device, load: Load, T: int) -> dict[str, float]:
+def _rows(step: Step, numbers: Mapping[str, Any], device: Device, load: Load, T: float) -> dict[str, float]:
     kind: Any = type(step)
-    inputs, names, function = _evaluator(kind)
-    own: dict[str, Any] = {**numbers, **_fields(step)}
-    if isinstance(step, Tiled):
-        own |= {"tiles": load.tiles(T, step.M), "flop_rate": device.flop_rate(step.dtype)}
-    own["grain"] = own["across"] if own.get("along") == "columns" else 1.0
-    return dict(zip(names, function(*(own[i] for i in inputs))))
+    inputs, function = _function(kind)
+    own = {**numbers, **_fields(step)}
+    if isinstance(step, Tiled | Library):
+        M = step.M if isinstance(step, Tiled) else LIBRARY_M
+        own |= {"tiles": load.tiles(T, M), "flop_rate": device.flop_rate(step.dtype)}
+    if isinstance(step, Tiled | Streamed):
+        against = f"{kind.__name__.lower()}_grain"
+        own["grain"] = 1.0 if step.along == "depth" else own[against]
+    rows = function(*(own[i] for i in inputs))
+    return {**{i: own[i] for i in inputs}, **dict(zip(SHEETS[kind], rows))}
 
 
-def _fields(step: Step) -> dict[str, Any]:
-    return {f.name: getattr(step, f.name) for f in dataclasses.fields(step)}
+@lru_cache(1 << 12)
+def _fields(of: Any) -> dict[str, Any]:
+    values = ((f.name, getattr(of, f.name)) for f in dataclasses.fields(of))
+    return {name: int(v) if isinstance(v, bool) else v for name, v in values}
+
+
+def crossings(price: Callable[[float], float], other: Callable[[float], float], low: int, high: int) -> list[int]:
+    """Each first T in (low, high] from which the cheaper of two prices is the other one than just before."""
+    found, T = [], low
+    sign = price(low) <= other(low)
+    while T < high:
+        until = min(high, max(T + 1, math.ceil(1.25 * T)))
+        if (price(until) <= other(until)) != sign:
+            below, above = T, until
+            while above - below > 1:
+                middle = (below + above) // 2
+                below, above = (middle, above) if (price(middle) <= other(middle)) == sign else (below, middle)
+            found.append(above)
+            sign = not sign
+        T = until
+    return found

@@ -111,7 +111,7 @@ def account(
                 active=load.active(T),
                 chosen=str(chosen),
                 offers=tuple(Offer(candidate=str(p.candidate), predicted=p.seconds) for p in offers),
-                steps=tuple((name, tuple(rows.items())) for name, rows in steps),
+                steps=tuple((step.name, tuple((n, rows[n]) for n in cost.SHEETS[type(step)])) for step, rows in steps),
             )
         )
     return tuple(found)

@@ -14,9 +14,9 @@ class Tiled:
     """A grouped linear on tensor cores: a program computes M routes of one expert x N columns, walking K of the depth.
 
     columns, depth: of y[r, columns] = x[r, depth] @ W[e]^T. matrices: weight matrices read side by side for a column (2
-    with a gate). weight_bytes: of one weight element (17/32 for MXFP4). dtype: of the operands of the product. swap:
-    the weights are the tall operand of the tensor cores, and M the narrow one. along: "depth" or "columns", the axis
-    on which weights are contiguous. out_bytes: stored for each element of y. library: not a kernel of ours.
+    with a gate), in so many separate `products`. weight_bytes: of one weight element (17/32 for MXFP4). dtype: of the
+    operands of the product. swap: the weights are the tall operand of the tensor cores, and M the narrow one. along:
+    "depth" or "columns", the axis on which weights are contiguous. out_bytes: stored for each element of y.
     """
 
     name: str
@@ -28,6 +28,7 @@ class Tiled:
     K: int
     warps: int
     stages: int
+    products: int = 1
     swap: bool = False
     tma: bool = False
     along: str = "depth"
@@ -35,7 +36,6 @@ class Tiled:
     x_bytes: float = 2
     weight_bytes: float = 2
     out_bytes: float = 2
-    library: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,20 @@ class Streamed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Library:
+    """A grouped linear in a library whose tiles aren't known: bytes and FLOP alone price it. Fields as in Tiled."""
+
+    name: str
+    columns: int
+    depth: int
+    matrices: int
+    dtype: str = "bf16"
+    x_bytes: float = 2
+    weight_bytes: float = 2
+    out_bytes: float = 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sorted:
     """Routes into expert order: one launch up to `single` routes, three beyond."""
 
@@ -80,7 +94,7 @@ class Passed:
     expert_launches: float = 0
 
 
-Step = Tiled | Streamed | Sorted | Passed
+Step = Tiled | Streamed | Library | Sorted | Passed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ..operands import ExpertWeights, Listed, PerExpert, down_EHI, first_EGH, ha
 from ..reference import accumulator
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Verdict
-from ..work import Passed, Tiled, Work
+from ..work import Library, Passed, Work
 from .base import Launcher, Provider, Tactic
 from .routes import Blocks, Grouped, Routes
 from .routes_host import on_host
@@ -175,9 +175,9 @@ def _work(spec: ExpertsSpec, path: str) -> Work:
     size = torch_dtype(spec.x).itemsize
     per_expert = (spec.G + spec.I) * spec.H * size
     linears = tuple(
-        Tiled(
-            name=name, columns=columns, depth=depth, matrices=matrices, M=128, N=128, K=64, warps=8, stages=3,
-            dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size, library=True,
+        Library(
+            name=name, columns=columns, depth=depth, matrices=matrices, dtype=spec.x, x_bytes=size,
+            weight_bytes=size, out_bytes=size,
         )
         for name, columns, depth, matrices in (("fc1", spec.I, spec.H, spec.G // spec.I), ("fc2", spec.H, spec.I, 1))
     )  # fmt: skip

@@ -142,7 +142,7 @@ class Provider(ABC):
 
     @abstractmethod
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
-        """Ways to run T tokens, most promising first, each with its work. Empty where it can't run so many."""
+        """Ways to run T tokens that are worth pricing, each with its work. Empty where it can't run so many."""
 
     @abstractmethod
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:

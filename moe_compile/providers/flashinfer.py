@@ -21,7 +21,7 @@ from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
 from ..verdict import OK, Reject, Verdict
-from ..work import Passed, Tiled, Work
+from ..work import Library, Passed, Work
 from . import flashinfer_api as fi
 from .base import Launcher, Provider, Tactic, Unserved
 from .stored import Stored, readable, stored_weights
@@ -145,13 +145,13 @@ class FlashInfer(Provider):
         return [] if T > self.most_tokens else [(Tactic(), self.work(Tactic(), spec, device))]
 
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
-        """Two grouped linears in tiles that FlashInfer knows, between a sort and a finalize."""
+        """Two grouped linears in tiles that only FlashInfer knows, between a sort and a finalize."""
         self.pick(tactic)
         size = torch_dtype(spec.x).itemsize
         linears = tuple(
-            Tiled(
-                name=name, columns=columns, depth=depth, matrices=matrices, M=128, N=128, K=64, warps=8, stages=3,
-                dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size, library=True,
+            Library(
+                name=name, columns=columns, depth=depth, matrices=matrices, dtype=spec.x, x_bytes=size,
+                weight_bytes=size, out_bytes=size,
             )
             for name, columns, depth, matrices in (
                 ("fc1", spec.I, spec.H, spec.G // spec.I), ("fc2", spec.H, spec.I, 1),

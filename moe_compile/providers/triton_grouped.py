@@ -97,9 +97,9 @@ class TritonGrouped(Provider):
 
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
         T = max(T, 1)
-        ranked = _ranked(spec, T * spec.K, active_experts(spec, T), hopper(device))
-        ranked = [k for k in ranked if _shared_bytes(k, spec) <= shared_limit(device)]
-        return [(Tactic.of(**knobs), grouped_work(spec, knobs)) for knobs in ranked or [_SMALL]]
+        offered = _offered(spec, T * spec.K, active_experts(spec, T), hopper(device))
+        offered = [k for k in offered if _shared_bytes(k, spec) <= shared_limit(device)]
+        return [(Tactic.of(**knobs), grouped_work(spec, knobs)) for knobs in offered or [_SMALL]]
 
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
         return grouped_work(spec, checked_knobs(tactic, spec, device))
@@ -209,43 +209,48 @@ def hopper(device: torch.device | Device) -> bool:
     return facts(device).capability >= (9, 0)
 
 
-def _ranked(spec: ExpertsSpec, routes: int, active: float, tma: bool) -> list[dict[str, int]]:
-    """Knobs, best first, by rows per active expert: where the tile is narrow, the weights' bytes are the time.
+# (N, K, warps, stages, SWAP, TMA) worth pricing for each height M of a tile: within 2 % of the best of six to eight
+# shapes in some cell (T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next; H200, 2026-11-30; docs/measured):
+# * M <= 32: weights as the tall operand (SWAP) of 64 rows; TMA gains nothing there and costs host time. fc2 differs by
+#   what its depth wants: 3 stages of 128 where I is 512, 4 where it is 14336, rows of 64 where N is contiguous.
+# * M = 128: 128 x 256 accumulators on 8 warps, weights by TMA (qwen3_30b T=4096: fc1 446 us with, 472 without). SWAP
+#   helps fc1 where K is contiguous (mixtral T=4096: 3218, unswapped 3489), hurts where N is (gpt_oss T=1024: 386, 365).
+_Shape = tuple[int, int, int, int, int, int]
+_NARROW1: tuple[_Shape, ...] = ((32, 128, 4, 3, 1, 0), (64, 64, 4, 4, 1, 0))
+_NARROW2: tuple[_Shape, ...] = (
+    (64, 128, 4, 3, 1, 0), (64, 128, 4, 4, 1, 0), (128, 64, 4, 4, 1, 0), (128, 128, 4, 3, 1, 0),
+)  # fmt: skip
+FIRST: dict[int, tuple[_Shape, ...]] = {
+    16: _NARROW1,
+    32: _NARROW1,
+    64: ((64, 64, 4, 3, 0, 0),),
+    128: ((128, 64, 8, 4, 1, 1), (128, 64, 8, 4, 0, 1), (128, 64, 8, 3, 0, 0)),
+}
+SECOND: dict[int, tuple[_Shape, ...]] = {
+    16: _NARROW2,
+    32: _NARROW2,
+    64: ((128, 64, 4, 3, 0, 0), (256, 64, 4, 4, 0, 1)),
+    128: ((256, 64, 8, 4, 0, 1), (128, 64, 4, 3, 0, 1), (256, 64, 8, 3, 0, 0)),
+}
 
-    Of six to eight shapes each at T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next (H200, 2026-11-30, us):
-    * M: the power of two from 1.5 rows up. Experts' loads spread around their mean, and a second tile reads the
-      weights again (qwen3_30b T=1024, 64 rows: fc1 225 at M=128, 230 at M=64; gpt_oss T=64, 8 rows: 246 at M=16,
-      250 at M=32).
-    * M <= 32: weights as the tall operand (SWAP), 64 rows x 128 deep a stage (qwen3next T=64: fc1 344, unswapped 365,
-      64 deep 352 to 358); TMA gains nothing (345) and costs host time. Where N is contiguous: 128 wide x 64 deep.
-      fc2 over I <= 1024 wants more programs at a time: 3 stages (qwen3next T=1024: 265, with 4 stages 279), and at
-      M = 16 128 rows (qwen3next T=256: 246; 64 rows 249). Deeper it wants 4 (mixtral T=64: 215, else 218 and more).
-    * M = 64: unswapped, 64 deep, 3 stages (gpt_oss T=256: fc1 252.8, with 4 stages 256.8); TMA within 1 %.
-    * M = 128: 128 x 256 accumulators on 8 warps, weights by TMA (qwen3_30b T=4096: fc1 446 with, 472 without; fc2 251
-      with, 260 without). SWAP helps fc1 where K is contiguous (mixtral T=4096: 3218, unswapped 3489) and hurts where
-      N is (gpt_oss T=1024: 386, unswapped 365).
+
+def _offered(spec: ExpertsSpec, routes: int, active: float, tma: bool) -> list[dict[str, int]]:
+    """Knobs worth pricing, in no order that matters but heights: from the power of two nearest 1.5 rows an expert.
+
+    Experts' loads spread around their mean, and a second tile reads the weights again. A height beyond twice that pads
+    most of its rows, and one under half of it reads the weights three times: neither is offered.
     """
     rows = routes / max(active, 1)
     if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
         return [_knobs(16 if rows <= 16 else 32, (32, 32, 4, 2, 0, 0), (64, 32, 4, 2, 0, 0)), _SMALL]
     best = min(128, max(16, 1 << math.ceil(math.log2(max(1.5 * rows, 1)))))
-    deep1, deep2 = spec.gate_up.storage == "EGH", spec.down == "EHI"
     half = 1 if spec.gated and spec.gate_up.halves != "separate" else 2  # gate and up rows in one tile: half of N each
-    narrow = active * math.ceil(spec.I / 64) < 264  # under two tiles a processor (132): halve them
     found = []
     for m in dict.fromkeys((best, min(128, 2 * best), max(16, best // 2))):
-        if m <= 32:
-            first = (32 * half, 128, 4, 3, 1, 0) if deep1 or narrow else (64, 64, 4, 4, 1, 0)
-            second = (128, 64, 4, 4, 1, 0)
-            if deep2 or narrow:
-                second = (64, 128, 4, 4, 1, 0) if spec.I > 1024 else (128 if m == 16 else 64, 128, 4, 3, 1, 0)
-            found.append(_knobs(m, first, second))
-        elif m == 64:
-            found.append(_knobs(m, (64, 64, 4, 3, 0, 0), (128, 64, 4, 3, 0, 0)))
-        else:
-            t = int(tma)
-            found.append(_knobs(m, (128, 64, 8, 4 if t else 3, int(deep1), t), (256, 64, 8, 4 if t else 3, 0, t)))
-            found.append(_knobs(m, (128, 64, 8, 3, 0, 0), (256, 64, 8, 3, 0, 0)))
+        for n1, *rest in FIRST[m]:
+            for second in SECOND[m]:
+                if tma or not (rest[-1] or second[-1]):
+                    found.append(_knobs(m, (n1 * (half if m <= 32 else 1), *rest), second))
     return found
 
 

@@ -18,14 +18,17 @@ def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """Sort, fc1, fc2, finalize."""
     size = BYTES[spec.x]
     gate_up = spec.G // spec.I
+    # as grouped.fc1: gate and up are one wide product wherever their rows can alternate without breaking contiguity
+    deep = spec.gate_up.storage == "EGH" and not knobs["TMA1"]
+    paired = spec.gate_up.halves.endswith("interleaved") or (spec.gate_up.halves != "separate" and deep)
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"],
-            K=knobs[f"K{i}"], warps=knobs[f"W{i}"], stages=knobs[f"S{i}"], swap=bool(knobs[f"SWAP{i}"]),
-            tma=bool(knobs[f"TMA{i}"]), along="depth" if deep else "columns", dtype=spec.x, x_bytes=size,
-            weight_bytes=size, out_bytes=size,
+            K=knobs[f"K{i}"], warps=knobs[f"W{i}"], stages=knobs[f"S{i}"], products=1 if paired else matrices,
+            swap=bool(knobs[f"SWAP{i}"]), tma=bool(knobs[f"TMA{i}"]), along="depth" if k_major else "columns",
+            dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
         )
-        for i, columns, depth, matrices, deep in (
+        for i, columns, depth, matrices, k_major in (
             (1, spec.I, spec.H, gate_up, spec.gate_up.storage == "EGH"),
             (2, spec.H, spec.I, 1, spec.down == "EHI"),
         )

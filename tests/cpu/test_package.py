@@ -22,7 +22,7 @@ LEVELS = [
     {"reference", "formats", "cost"},
     {"canonical", "kernels", "algebra"},
     {"rules", "providers"},
-    {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
+    {"recognize", "plan", "calibrate", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
     {"demo", "outlook", "pretrained", "peers", "suite"},

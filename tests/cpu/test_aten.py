@@ -274,8 +274,6 @@ def test_contract():
     aten, spec = Aten(), spec_of("bf16", E=64, K=8)
     assert aten.available()
     assert aten.supports(spec, CPU)
-    p = case_of(spec, 1).p
-    assert aten.prepare(p, spec) == (p, 0)
     device = facts(CPU)
     ((tactic, work),) = aten.tactics(spec, device, 16)
     assert str(tactic) == "path=hit"

@@ -25,7 +25,7 @@ from ..work import Library, Passed, Work
 from . import flashinfer_api as fi
 from .base import Launcher, Provider, Tactic, Unserved
 from .stored import Stored, readable, stored_weights
-from .triton_grouped import triton_version
+from .triton_grouped import on_device, triton_version
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,7 @@ class FlashInfer(Provider):
             ids, w = self._routes(spec, ids_TK, w_TK)
             return self._call(ready, x, ids, w, weights, pick)
 
-        return run
+        return on_device(run, device)
 
     def settled(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device, T: int) -> Tactic:
         pick = _ready(self, spec, device).picks.get(self.bucket(T))

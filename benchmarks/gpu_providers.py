@@ -51,6 +51,9 @@ def contenders(spec: ExpertsSpec, T: int, device: torch.device, tuned: bool) -> 
     found: dict[str, str] = {}
     for name, provider in providers().items():
         verdict = provider.available() and provider.supports(spec, facts(device))
+        if name == "triton_decode" and T > 16:
+            found[name] = "! reads an expert again for each of its routes"
+            continue
         offers = provider.tactics(spec, facts(device), T) if verdict else []
         if not offers:
             found[name] = f"! {verdict if not verdict else f'not for {T} tokens'}"

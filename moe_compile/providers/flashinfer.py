@@ -9,6 +9,7 @@ CUDA graph (`warm`), and where that can't be, aten serves the call. Routing is g
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
@@ -43,6 +44,7 @@ class Ready:
     act: Any
     runner: Any = None
     constants: dict[str, Any] = field(default_factory=dict)
+    complete: bool = False
     picks: dict[int, Any] = field(default_factory=dict)
     compiled: set[tuple[int, Any]] = field(default_factory=set)
     lock: Any = field(default_factory=threading.RLock)
@@ -216,7 +218,8 @@ class FlashInfer(Provider):
         def work() -> Any:
             if ready.runner is None:
                 ready.runner = self._make_runner(spec, ready.device)
-                ready.constants = self._constants(ready)
+            if not ready.complete:
+                ready.constants, ready.complete = self._constants(ready), True
             routes = self._routes(spec, ids, w)
             pick = fixed if fixed is not None else ready.picks.get(self.bucket(T))
             if pick is None:
@@ -329,10 +332,16 @@ def _number(text: str) -> int | str:
 def _choose(op: str, runner: Any, tuning: Any, inputs: Any, cache: Path | None, **launch: Any) -> Any:
     tuner = fi.module("autotuner")
     path = None if cache is None else str(cache)
-    with tuner.autotune(True, cache=path):
-        _, tactic = tuner.AutoTuner.get().choose_one(
-            custom_op=op, runners=[runner], tuning_config=tuning, inputs=inputs, **launch
-        )
+    log = logging.getLogger("flashinfer.jit")
+    level = log.level
+    log.setLevel(max(level, logging.WARNING))  # it announces each start and end
+    try:
+        with tuner.autotune(True, cache=path):
+            _, tactic = tuner.AutoTuner.get().choose_one(
+                custom_op=op, runners=[runner], tuning_config=tuning, inputs=inputs, **launch
+            )
+    finally:
+        log.setLevel(level)
     if tactic == -1:  # all were skipped: a kernel failed, or the delay kernel
         raise Unserved(Reject("FlashInfer's tuner measured no tactic", op))
     return _tuples(tactic)

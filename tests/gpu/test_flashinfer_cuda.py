@@ -140,11 +140,11 @@ def test_a_captured_graph_follows_new_inputs_and_new_weights(name):
 def test_under_inductor_with_cuda_graphs(name):
     spec, T = spec_of(), 4
     plan = needs(name, spec, T)
-    layers = [weights_of(spec, "cuda") for _ in range(2)]
+    layers, text = [weights_of(spec, "cuda").arguments() for _ in range(2)], str(spec)
 
     def forward(x, ids, w, plan):
-        for weights in layers:
-            x = x + run(spec, weights, x, ids, w, plan)
+        for arguments in layers:
+            x = x + torch.ops.moe_compile.experts(x, ids, w, *arguments, text, plan)
         return x
 
     torch._dynamo.reset()

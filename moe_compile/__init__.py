@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .backend import moe_backend
     from .dump import debug
     from .explain import Report, explain
+    from .prepare import Prepared, prepare, restore
     from .spec import ExpertsSpec, MoESpec, RouterSpec
 
     __version__: str
@@ -22,14 +23,20 @@ if TYPE_CHECKING:
 _HOMES = {
     "ExpertsSpec": "spec",
     "MoESpec": "spec",
+    "Prepared": "prepare",
     "Report": "explain",
     "RouterSpec": "spec",
     "debug": "dump",
     "explain": "explain",
     "moe_backend": "backend",
+    "prepare": "prepare",
+    "restore": "prepare",
 }
 
-__all__ = ["ExpertsSpec", "MoESpec", "Report", "RouterSpec", "__version__", "debug", "explain", "moe_backend"]
+__all__ = [
+    "ExpertsSpec", "MoESpec", "Prepared", "Report", "RouterSpec", "__version__", "debug", "explain", "moe_backend",
+    "prepare", "restore",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

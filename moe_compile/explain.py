@@ -9,9 +9,10 @@ anything: the report holds only what was recorded.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import journal
@@ -62,6 +63,15 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Break:
+    """Where Dynamo ended a graph, and why, in its words; `times` counts frames, which run for several layers."""
+
+    reason: str
+    where: Where
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """`graphs` counts the graphs that Dynamo handed over; the lists are in program order. `print(report)`."""
 
@@ -69,6 +79,9 @@ class Report:
     regions: tuple[Region, ...]
     rejections: tuple[Rejection, ...]
     failures: tuple[Failure, ...]
+    breaks: tuple[Break, ...] = ()
+    uncaptured: tuple[tuple[str, str], ...] = ()
+    """MoE modules that Dynamo can't capture but `moe_compile.prepare` can change: (path, what breaks the graph)."""
 
     @classmethod
     def from_events(cls, events: Iterable[journal.Event]) -> Report:
@@ -115,7 +128,8 @@ class Report:
         """The report as plain values, for JSON; specs are their lines."""
         regions = [{**asdict(r), "spec": str(r.spec)} for r in self.regions]
         rest = {"rejections": [asdict(r) for r in self.rejections], "failures": [asdict(f) for f in self.failures]}
-        return {"graphs": self.graphs, "regions": regions, **rest}
+        rest["breaks"] = [asdict(b) for b in self.breaks]
+        return {"graphs": self.graphs, "regions": regions, **rest, "uncaptured": [list(u) for u in self.uncaptured]}
 
     def __str__(self) -> str:
         replaced = sum(r.replaced for r in self.regions)
@@ -136,13 +150,29 @@ class Report:
                 "",
                 f"stage {failure.stage} failed, graph {failure.graph} was compiled as it was: {failure.error}",
             ]
-        if not (self.regions or self.rejections or self.failures):
+        for same_why in _groups(self.uncaptured, lambda u: u[1]):
+            lines += [
+                "",
+                f"{places(path for path, _ in same_why)}: MoE that Dynamo can't capture",
+                f"  because of  {same_why[0][1]}",
+                "  remedy      moe_compile.prepare(model) gives it a form that can be captured",
+            ]
+        for b in self.breaks:
+            at = f"{b.where.source}  {b.where.code}".strip()
+            lines += [
+                "",
+                f"graph break ({count(b.times, 'time')}): {b.reason}",
+                f"  at          {at or 'source unknown'}",
+            ]
+        if not (self.regions or self.rejections or self.failures or self.uncaptured):
             lines.append("nothing in the graphs looks like an MoE block" if self.graphs else "no graph was compiled")
         return "\n".join(lines)
 
 
 def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once under the backend, and report what became of its MoE blocks.
+
+    Where Dynamo broke the graph, the report says where, and which modules `moe_compile.prepare` could change.
 
     model: a module, a function, or either of them compiled: then what it wraps. It is left as it was: this compilation
     has its own cache entries. Gradient mode is the caller's. moe_options: as `options` of torch.compile, but
@@ -152,6 +182,7 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
     import torch
 
     from .backend import moe_backend
+    from .prepare import breaking
 
     options = {"moe.inner": "eager", **(moe_options or {})}
 
@@ -160,15 +191,34 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
         return moe_backend(gm, example_inputs, options=options)
 
     target = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
-    if isinstance(target, torch.nn.Module):
-        target = target._call_impl  # past `_compiled_call_impl`, which module.compile() sets
+    module = target if isinstance(target, torch.nn.Module) else None
+    if module is not None:
+        target = module._call_impl  # past `_compiled_call_impl`, which module.compile() sets
     own_cache: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         own_cache["isolate_recompiles"] = True  # else this compilation counts against the model's recompile limit
     compiled: Any = torch.compile(target, backend=moe, **own_cache)
+    seen = len(torch._dynamo.utils.graph_break_reasons)
     with journal.capture() as events:
         compiled(*args, **kwargs)
-    return Report.from_events(events)
+    report = Report.from_events(events)
+    uncaptured = () if module is None else tuple(breaking(module))
+    return replace(report, breaks=_breaks(torch._dynamo.utils.graph_break_reasons[seen:]), uncaptured=uncaptured)
+
+
+def _breaks(reasons: Iterable[Any]) -> tuple[Break, ...]:
+    """Dynamo's list of graph breaks, each place once: the innermost line of the model's code."""
+    found: dict[tuple[str, Where], int] = {}
+    for r in reasons:
+        if not r.graph_break:
+            continue
+        frame = r.user_stack[-1] if r.user_stack else None
+        source = "" if frame is None else f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        title, *rest = (line.strip() for line in r.reason.strip().splitlines())
+        why = next((line.removeprefix("Explanation: ") for line in rest if line.startswith("Explanation: ")), "")
+        key = f"{title}: {why}" if why else title, Where(source=source, code=(frame and frame.line) or "")
+        found[key] = found.get(key, 0) + 1
+    return tuple(Break(reason=reason, where=where, times=n) for (reason, where), n in found.items())
 
 
 def _groups(items: Sequence[Any], key: Any) -> list[list[Any]]:

@@ -49,10 +49,16 @@ class Match:
         return None if short is None else dataclasses.replace(self, spec=dataclasses.replace(self.spec, out=short))
 
 
+def collected(t: Term) -> bool:
+    """Whether a value is a sum over choices of what routed linears made: whatever reads it is outside of a block."""
+    t = strip(t)
+    return t.op in ("sum", "mean") and t.dots and t.chosen.issuperset(t.bound)
+
+
 def combined(t: Term) -> bool:
     """Whether a value looks like the end of a block: a sum over choices of a product of nested routed linears."""
     t = strip(t)
-    if t.op not in ("sum", "mean") or not t.dots or not t.chosen.issuperset(t.bound):
+    if not collected(t):
         return False
     return find(t, lambda x: x.op == "dot" and any(a.dots for a in x.args)) is not None
 

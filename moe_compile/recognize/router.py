@@ -199,8 +199,9 @@ class _Router:
             if eps_term is not None:
                 eps = float(eps_term.attr[1]) if eps_term.op == "const" else scalar_value(eps_term)
                 total = next(a for a in total.args if a is not eps_term)
-        expected = self.terms.bind("sum", tuple(self.k_axes), (numerator,), dtype=total.dtype)
-        if total is not expected:
+        same = self.terms.make("pw", (numerator,), attr="abs", dtype=total.dtype)  # no score is negative
+        sums = [self.terms.bind("sum", tuple(self.k_axes), (n,), dtype=total.dtype) for n in (numerator, same)]
+        if total not in sums:
             raise Unproved("the weights are divided by something else than their sum", repr(denominator)[:200])
         return numerator, kind, eps
 

@@ -26,7 +26,7 @@ from ..nodes import fake, where
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
 from .lowest import Lowest
-from .match import Match, combined, match
+from .match import Match, collected, combined, match
 from .router import RouterMatch, match_router
 from .versions import Versions
 
@@ -231,7 +231,10 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
             walk.cut_at(node)
             continue
         value = walk.known(node)
-        if not isinstance(value, Val) or not combined(value.term):
+        if not isinstance(value, Val) or not collected(value.term):
+            continue
+        if not combined(value.term):  # one routed linear: experts of something else than an MLP
+            walk.cut_at(node)
             continue
         proved = match(walk, node, value)
         if not isinstance(proved, Reject) and _seen_elsewhere(writes, node):

@@ -24,6 +24,21 @@ def _sum(c: Context, call: Call) -> Result:
     return Val(kept, c.terms.bind(call.op, tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
 
 
+@rule("norm", cuts=True)
+def _norm(c: Context, call: Call) -> Result:
+    """The 1-norm of a dim: the sum of absolute values."""
+    v = val(c, call.get("input"))
+    if cut_here(c, v):
+        return None
+    if call.get("p") not in (1, 1.0) or not isinstance(call.get("dim"), int):
+        raise Unproved("a norm that is not the sum of a dim's absolute values", f"p={call.get('p')}")
+    d = dim(c, call.get("dim"), len(v.dims))
+    size = c.terms.make("pw", (v.term,), attr="abs", dtype=c.dtype)
+    total = c.terms.bind("sum", tuple(Val((v.dims[d],), size, c.dtype).axes()), (size,), dtype=c.dtype)
+    kept = ((),) if call.get("keepdim") else ()
+    return Val((*v.dims[:d], *kept, *v.dims[d + 1 :]), total, c.dtype)
+
+
 @rule("softmax", cuts=True)
 def _softmax(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))

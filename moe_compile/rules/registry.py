@@ -112,6 +112,12 @@ def ordinary(v: Val) -> bool:
     return v.plain and not v.term.routed and v.term.op in ("leaf", "const", "scalar")
 
 
+def parameter(v: Val) -> bool:
+    """Whether the value is a float input of the graph, whole: a weight, whose views are weights of their own."""
+    plain = ordinary(v) and v.term.op == "leaf" and all(not i.items or i.single is not None for i in v.term.index)
+    return plain and v.dtype.is_floating_point and v.term.attr.node.op in ("placeholder", "get_attr")
+
+
 def cut_here(c: Context, *vals: Val) -> bool:
     """Whether the node's result is best described as a leaf of its own."""
     return c.cut and all(map(ordinary, vals))

@@ -12,7 +12,7 @@ from ..algebra.layout import Dim, Val, sliced, taken
 from ..canonical import Call
 from ..verdict import Unproved
 from .gather import index_cuts
-from .registry import Context, Result, dim, number, rule, val
+from .registry import Context, Result, dim, number, parameter, rule, val
 
 
 @rule("getitem")
@@ -86,7 +86,8 @@ def index_tensor(c: Context, v: Val, index: tuple[Any, ...]) -> Result:
             got = sliced(c.terms, out, d, n + out.sizes[d] if n < 0 else n, 1)
             out = Val((*got.dims[:d], *got.dims[d + 1 :]), got.term, got.dtype)
     if not tensors:
-        return out
+        some_experts = c.cut and parameter(v) and len(v.dims) == len(out.dims) == 3 and v.sizes[0] != out.sizes[0]
+        return None if some_experts else out
     if len(tensors) > 1:
         raise Unproved("several tensors in one index")
     where, at = tensors[0]

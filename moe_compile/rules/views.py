@@ -8,7 +8,7 @@ from ..algebra.affine import Axis, Size
 from ..algebra.layout import Dim, Val, reshape, sliced
 from ..canonical import Call
 from ..verdict import Unproved
-from .registry import Context, Result, dim, dims, number, rule, static_int, val
+from .registry import Context, Result, dim, dims, number, parameter, rule, static_int, val
 
 
 @rule("reshape", "flatten", "unflatten")
@@ -16,7 +16,9 @@ def _reshape(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     if c.dtype != v.dtype:
         raise Unproved("a view as another dtype")
-    return reshape(c.terms, v, c.sizes)
+    out = reshape(c.terms, v, c.sizes)
+    # rows of all experts as [E, rows, ..]: what is indexed by expert is the view
+    return out if not c.cut or not parameter(v) or parameter(out) else None
 
 
 @rule("squeeze", "unsqueeze", "t", "transpose", "permute")

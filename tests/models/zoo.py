@@ -80,15 +80,20 @@ FAMILIES: dict[str, Family] = {
 
 
 def build(name: str, dtype: torch.dtype, implementation: str | None = None, **settings: Any) -> nn.Module:
-    """The family's tiny model in eval mode, with random weights everywhere (biases too) from a fixed seed."""
+    """The family's tiny model in eval mode with random weights."""
     family = FAMILIES[name]
     config_module = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
     model_module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     config = getattr(config_module, family.config)(**{**_COMMON, **family.settings, **settings})
     if implementation is not None:
         config._experts_implementation = implementation
+    return filled(getattr(model_module, family.model), config, dtype)
+
+
+def filled(model_class: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A model in eval mode, with random weights everywhere (biases too) from a fixed seed."""
     torch.manual_seed(0)
-    model: nn.Module = getattr(model_module, family.model)._from_config(config, dtype=dtype)
+    model: nn.Module = model_class._from_config(config, dtype=dtype)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point() and tensor.dim() and (tensor.abs().max() == 0 or not tensor.isfinite().all()):

@@ -1,5 +1,6 @@
 """The dump: what it writes, that it overwrites nothing and breaks nothing, and that its reproductions run."""
 
+import contextlib
 import csv
 import json
 import os
@@ -14,7 +15,9 @@ from blocks import GroupedBlock, H
 
 import moe_compile
 from moe_compile import dump, journal
+from moe_compile.cost import SHEETS
 from moe_compile.journal import Where
+from moe_compile.work import Passed
 
 SWIGLU = (
     "experts(E=8 K=2 H=64 I=32 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=f32 w=f32 out=f32)"
@@ -92,7 +95,7 @@ def test_a_real_plan_is_written_with_its_candidates_and_costs(tmp_path):
     assert [r["priced_at_tokens"] for r in chosen] == [str(1 << i) for i in range(14)]
     assert all(r["candidate"].startswith("aten(path=") and float(r["predicted_us"]) > 0 for r in chosen)
     (costs,) = dumper.path.glob("*_0_costs.txt")
-    assert "launches * launch + bytes / (tiled_share * bandwidth)" in costs.read_text()
+    assert f"= {SHEETS[Passed]['seconds']}\n" in costs.read_text()
     assert "?" not in costs.read_text(), "a row without its formula"
 
 
@@ -217,3 +220,24 @@ def test_a_real_compilation_is_dumped(tmp_path, monkeypatch):
     assert len(programs) == 2
     result = run(programs[0])
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_looking_changes_no_bit(tmp_path, inner):
+    x, module = torch.randn(10, H), GroupedBlock()
+    outs = []
+    with torch.no_grad():
+        for folder in (None, tmp_path):
+            torch._dynamo.reset()
+            with moe_compile.debug(folder) if folder else contextlib.nullcontext():
+                outs.append(torch.compile(module, backend="moe", options={"moe.inner": inner})(x))
+    assert torch.equal(*outs)
+    assert list(tmp_path.glob("*/report.html"))
+
+
+def test_no_text_is_made_for_nobody():
+    torch._dynamo.reset()
+    options = {"moe.inner": "eager", "moe.strict": True}
+    with torch.no_grad(), journal.capture() as events:
+        torch.compile(GroupedBlock(), backend="moe", options=options)(torch.randn(4, H))
+    assert [e.text + str(e.ops) for e in events if isinstance(e, journal.GraphSeen | journal.Lowered)] == ["()", "()"]

@@ -1,5 +1,6 @@
 """The examples run and show what they say. Their models are compiled with moe.inner=eager, which keeps this short."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def replaced(events):
 
 
 def test_every_example_is_tested():
-    assert sorted(p.name for p in EXAMPLES.glob("*.py")) == ["01_compile.py", "02_explain.py", "03_generate.py"]
+    names = ["01_compile.py", "02_explain.py", "03_generate.py", "04_inspect.py", "05_bisect.py", "06_plan.py"]
+    assert sorted(p.name for p in EXAMPLES.glob("*.py")) == names
 
 
 def test_compile():
@@ -52,3 +54,35 @@ def test_generate():
     assert compiled == eager
     assert len(set(compiled[10:])) > 4  # the model says more than one thing
     assert set(replaced(events)) == {2}
+
+
+def test_inspect(tmp_path):
+    home = main_of("04_inspect.py")(str(tmp_path))
+    assert home.parent == tmp_path
+    page = (home / "report.html").read_text()
+    assert "1 of 1 MoE block replaced" in page and "groups=4 top_groups=2" in page and "<svg" in page
+
+
+def test_bisect():
+    found = main_of("05_bisect.py")()
+    assert [blocks for blocks, _ in found.values()] == [3, 1, 1, 0, 3]
+    assert found["none"][1] == 0
+    assert all(difference < 1e-5 for _, difference in found.values())
+
+
+def test_plan():
+    heading, *rows = main_of("06_plan.py")()
+    assert heading[:3] == ("tokens", "us", "limit")
+    assert [r[4] for r in rows] == ["memory"] * (len(rows) - 1) + ["compute"]
+    assert rows[-1][:1] == ("8192",) and rows[-1][2] == "625.4"  # 8192 * 8 * 2 * 3 * 2048 * 768 FLOP / 989 TFLOP/s
+
+
+def test_the_tutorials_programs_run(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs" / "tutorial.md").read_text(), flags=re.S)
+    assert len(blocks) == 3
+    monkeypatch.chdir(tmp_path)
+    with journal.capture() as events:
+        for block in blocks[:2]:  # the third is 03_generate.py
+            exec(compile(block, "tutorial.md", "exec"), {})
+    assert replaced(events) == [4]
+    assert float(re.search(r"tensor\((.*?)\)", capsys.readouterr().out)[1]) < 1e-5

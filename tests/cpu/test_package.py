@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,12 @@ def test_public_names_exist():
     assert moe_compile.__version__.count(".") == 2
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         moe_compile.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_of_the_pages_outside_docs_lead_somewhere(name):
+    """Those in docs/ are checked when the documentation is built."""
+    root = PACKAGE.parent
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", (root / name).read_text())
+    assert targets
+    assert [t for t in targets if not t.startswith("http") and not (root / t).exists()] == []

@@ -7,7 +7,7 @@ where the table doesn't know it. The table only names; what an operation means i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -372,3 +372,20 @@ class Writes:
     def ordered(self, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
         """The nodes in program order."""
         return sorted(nodes, key=self.position.__getitem__)
+
+    def interior(
+        self, root: torch.fx.Node, leaves: Collection[torch.fx.Node], also: Iterable[torch.fx.Node] = ()
+    ) -> list[torch.fx.Node]:
+        """`also`, and the nodes from `root` back to `leaves`, with the writes into their memory; in program order."""
+        inside: set[torch.fx.Node] = set(also)
+        todo = [root]
+        while todo:
+            n = todo.pop()
+            if n not in inside and n not in leaves and n in self.position and n.op not in ("placeholder", "get_attr"):
+                inside.add(n)
+                todo.extend(n.all_input_nodes)
+        memory = {storage(n) for n in inside}
+        for n in [w for m in memory for w in self.to.get(m, ())]:
+            if self.position[n] <= self.position[root] and memory.issuperset(self.of[n]):
+                inside.add(n)
+        return self.ordered(inside)

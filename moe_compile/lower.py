@@ -48,7 +48,10 @@ def _swap(
     """Let `out` stand where the region's root stood, and drop what only the region needed."""
     root = region.root
     leaves = (leaf.attr.node for leaf in region.match.leaves)
-    interior = _interior(writes, region, {stands_for.get(n, n) for n in leaves})
+    # its router's nodes too, but for those that went with another region's
+    also = () if region.router is None else region.router.nodes
+    interior = writes.interior(root, {stands_for.get(n, n) for n in leaves}, also)
+    interior = [n for n in interior if not n._erased]
     stands_for[root] = out
     _retarget(writes, root, out)
     root.replace_all_uses_with(out)
@@ -120,22 +123,6 @@ def _sizes(emit: Any, shape: Any, sources: tuple[torch.fx.Node, ...]) -> list[An
     if out.count(-1) > 1:
         raise ValueError(f"lower: the result's shape {tuple(shape)} is not made of the operands' sizes")
     return out
-
-
-def _interior(writes: Writes, region: Any, leaves: set[torch.fx.Node]) -> list[torch.fx.Node]:
-    """The region's nodes in program order: from the root back to its leaves, the router's, the writes among them."""
-    inside: set[torch.fx.Node] = set(region.router.nodes if region.router else ())
-    todo = [region.root]
-    while todo:
-        n = todo.pop()
-        if n not in inside and n not in leaves and n in writes.position and n.op not in ("placeholder", "get_attr"):
-            inside.add(n)
-            todo.extend(n.all_input_nodes)
-    memory = {storage(n) for n in inside}
-    for n in [w for m in memory for w in writes.to.get(m, ())]:
-        if writes.position[n] <= writes.position[region.root] and memory.issuperset(writes.of[n]):
-            inside.add(n)
-    return writes.ordered(n for n in inside if not n._erased)  # a router's nodes may be another region's too
 
 
 def _sweep(graph: torch.fx.Graph, writes: Writes, interior: list[torch.fx.Node]) -> None:

@@ -7,6 +7,7 @@ graph with every proved MoE block replaced. An exception in a stage of ours leav
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 import time
@@ -57,7 +58,7 @@ def moe_backend(
     graph = journal.next_graph()
     with journal.capture() as events:
         try:
-            finish = _transform(gm, graph, ours, _launch_mode(ours.inner, mode, inner_options))
+            finish = _transform(gm, example_inputs, graph, ours, _launch_mode(ours, mode, inner_options))
         except _StageError as failure:
             _give_up(failure, ours)
             _restore(gm, original)
@@ -86,8 +87,10 @@ class _StageError(Exception):
         self.stage, self.error, self.graph = stage, error, graph
 
 
-def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mode: str) -> Callable[[Any], Any] | None:
-    """Recognize, plan and lower, in place. A _StageError names the stage that failed.
+def _transform(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], graph: int, options: Options, launch_mode: str
+) -> Callable[[Any], Any] | None:
+    """Recognize, plan, tune and lower, in place. A _StageError names the stage that failed.
 
     None where nothing was replaced, else what is left to do with the compiled graph (moe.verify wraps its first call).
     launch_mode: "graph" where Inductor will replay kernels from CUDA graphs, else "eager": plans differ.
@@ -98,7 +101,7 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
         start = time.perf_counter()
         try:
             return work(*args)
-        except OptionError:
+        except (OptionError, _StageError):
             raise
         except Exception as error:
             raise _StageError(name, error, graph) from error
@@ -114,37 +117,41 @@ def _transform(gm: torch.fx.GraphModule, graph: int, options: Options, launch_mo
                 graph=graph, where=r.where, node=r.node.name, reason=r.verdict.reason, detail=r.verdict.detail
             )
         )
-    chosen: dict[int, Any] = {}
-    planned: dict[Any, Any] = {}
-    copies_left = options.weight_copy_bytes
-    plans: list[tuple[str, bool]] = []
+    wanted: dict[int, Any] = {}
+    fused: dict[int, bool] = {}
     for number, region in enumerate(found.regions):
-        fused, why = False, region.router_why
+        fused[number], why = False, region.router_why
         if region.router is not None:
             verdict = stage("plan", _plan_route, region.spec.router, region.device, options.route)
-            fused, why = bool(verdict), "" if verdict else str(verdict)
+            fused[number], why = bool(verdict), "" if verdict else str(verdict)
         journal.record(
             RegionFound(
                 graph=graph, region=number, spec=str(region.spec), where=region.where, root=region.root.name,
                 nodes=nodes, router_why=why,
             )
         )  # fmt: skip
-        if skip := _skipped(region, len(chosen), options):
+        if skip := _skipped(region, len(wanted), options):
             journal.record(RegionSkipped(graph=graph, region=number, why=skip))
             continue
-        key = (region.spec.experts, region.device, copies_left)
-        if key not in planned:
-            planned[key] = stage("plan", _plan, *key, options, launch_mode)
-        planning, device, buckets = planned[key]
-        copies_left -= planning.copied_bytes
-        journal.record(
-            Planned(
-                graph=graph, region=number, candidates=planning.candidates, plan=str(planning.plan),
-                device=str(device), buckets=buckets,
-            )
-        )  # fmt: skip
-        chosen[number] = region
-        plans.append((str(planning.plan), fused))
+        wanted[number] = region
+    chosen: dict[int, Any] = {}
+    plans: list[tuple[str, bool]] = []
+    if wanted:
+        plan = functools.partial(stage, "plan", _plan, options, launch_mode)
+        for number, choice in stage("tune", _choose, gm, inputs, graph, wanted, plan, options, launch_mode).items():
+            region, best = wanted[number], choice.plan or choice.planning.plan
+            device, buckets = stage("plan", _account, choice, best, region, launch_mode)
+            journal.record(
+                Planned(
+                    graph=graph, region=number, candidates=choice.planning.candidates, plan=str(best),
+                    device=str(device), buckets=buckets,
+                )
+            )  # fmt: skip
+            if not choice.plan:
+                journal.record(RegionSkipped(graph=graph, region=number, why=str(choice.plan)))
+                continue
+            chosen[number] = region
+            plans.append((str(best), fused[number]))
     finish: Callable[[Any], Any] | None = None
     if chosen:
         finish = stage("lower", _lower, gm, graph, chosen, plans, options.verify)
@@ -175,13 +182,38 @@ def _recognize(gm: torch.fx.GraphModule) -> Any:
     return recognize(gm)
 
 
-def _plan(spec: Any, device: torch.device, copies_left: int, options: Options, launch_mode: str) -> Any:
+def _plan(
+    options: Options, launch_mode: str, spec: Any, device: torch.device, copies_left: int, load: Any = None
+) -> Any:
     from .hardware import facts
-    from .plan import account, plan_experts
+    from .plan import plan_experts
 
-    on = facts(device)
-    planning = plan_experts(spec, on, options.provider, weight_copy_bytes=copies_left, mode=launch_mode)
-    return planning, on, account(planning, spec, on, mode=launch_mode)
+    return plan_experts(
+        spec, facts(device), options.provider, weight_copy_bytes=copies_left, mode=launch_mode, load=load
+    )
+
+
+def _account(choice: Any, best: Any, region: Any, launch_mode: str) -> tuple[Any, Any]:
+    from .hardware import facts
+    from .plan import account
+
+    on, planning = facts(region.device), dataclasses.replace(choice.planning, plan=best)
+    return on, account(planning, region.spec.experts, on, mode=launch_mode, load=choice.load)
+
+
+def _choose(
+    gm: torch.fx.GraphModule,
+    inputs: Sequence[Any],
+    graph: int,
+    regions: dict[int, Any],
+    plan: Callable[..., Any],
+    options: Options,
+    launch_mode: str,
+) -> Any:
+    from .choose import Setting, choose
+    from .hardware import facts
+
+    return choose(gm, inputs, graph, regions, plan, Setting(options=options, facts=facts, launch=launch_mode))
 
 
 def _check_provider(name: str) -> None:
@@ -304,9 +336,11 @@ def _patches(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     return {**(list_mode_options(mode, None) if mode not in (None, "default") else {}), **options}
 
 
-def _launch_mode(inner: str, mode: str | None, options: dict[str, Any]) -> str:
+def _launch_mode(ours: Options, mode: str | None, options: dict[str, Any]) -> str:
     """ "graph" where Inductor will replay the kernels from CUDA graphs, else "eager": launches' prices differ."""
+    if ours.launch != "auto":
+        return ours.launch
     import torch._inductor.config as config
 
-    graphs = inner == "inductor" and _patches(mode, options).get("triton.cudagraphs", config.triton.cudagraphs)
+    graphs = ours.inner == "inductor" and _patches(mode, options).get("triton.cudagraphs", config.triton.cudagraphs)
     return "graph" if graphs else "eager"

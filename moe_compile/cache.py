@@ -103,10 +103,13 @@ def _texts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Cache:
-    """The entries of a folder, and those that this process added, whether or not they could be written."""
+    """The entries of a folder, and those that this process added, whether or not they could be written.
+
+    Without a folder ("") they are this process's alone."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
+        self.in_memory = not os.fspath(folder)
         self.problems: list[str] = []
         self._added: dict[Key, Entry] = {}
         self._read: dict[Key, Entry] = {}
@@ -119,7 +122,8 @@ class Cache:
 
     def entries(self) -> dict[Key, Entry]:
         """Every entry; of several for a key the last one, complete ones before others. Files are read when changed."""
-        self._refresh()
+        if not self.in_memory:
+            self._refresh()
         return _merged((*self._read.values(), *self._added.values()))
 
     def get(self, key: Key) -> Entry | None:
@@ -128,6 +132,8 @@ class Cache:
     def put(self, entry: Entry) -> None:
         """Add an entry: to the file where that can be done, and in any case for this process."""
         self._added[entry.key] = entry
+        if self.in_memory:
+            return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with _locked(self.path, "a+b") as file:

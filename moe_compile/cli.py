@@ -25,6 +25,8 @@ examples:
   moe-compile explain ./my-model --json     the same, for programs
   moe-compile explain --thiek 4,2048,768,128,8 --arch sm_107    who could run such a block there
   moe-compile bench --tokens 1,16,256       the experts alone, beside other libraries and the hardware's limit
+  moe-compile tune ./my-model               measure its blocks' kernels now, so that no compilation waits for it
+  moe-compile cache list                    what was measured; also show, export, import, clear
   moe-compile doctor                        versions, devices and providers of this machine
 """
 
@@ -102,6 +104,21 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
     bench.add_argument("--rounds", type=_positive, default=15, metavar="N", help="interleaved rounds (default 15)")
     bench.add_argument("--seconds", type=_positive, metavar="N", help="start no new cell after this")
+    tune = command(
+        "tune",
+        _tune,
+        "measure which kernels are fastest for a model's blocks, into the tuning cache",
+        "moe-compile tune ./my-model --launch graph",
+    )
+    tune.add_argument("model", metavar="MODEL", help="a folder of a HuggingFace model with its weights, or a hub id")
+    tune.add_argument("--tokens", type=_positive, default=512, metavar="N", help="tokens in a run (default 512)")
+    tune.add_argument("--launch", choices=("graph", "eager"), help="how calls will be launched (default graph on CUDA)")
+    tune.add_argument("--seconds", type=float, default=20.0, metavar="S", help="budget of a distinct spec (default 20)")
+    cache = command("cache", _cache, "see and move what tuning measured", "moe-compile cache export tuned.jsonl")
+    cache.add_argument("action", choices=("list", "show", "export", "import", "clear"), help="what to do")
+    cache.add_argument("what", nargs="?", default="", help="show: a name or part of a spec; export, import: a file")
+    for sub in (tune, cache):
+        sub.add_argument("--cache", default="", metavar="FOLDER", help="folder of the cache (default: moe.cache's)")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
     return parser
 
@@ -174,6 +191,28 @@ def _bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(suite.record(done, device), indent=1))
     return 0 if done else 1
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    from .inventory import tune_model
+    from .options import Options
+
+    cache = arguments.cache or Options.parse()[0].cache
+    found = tune_model(
+        arguments.model, arguments.tokens, cache=cache, launch=arguments.launch, seconds=arguments.seconds
+    )
+    _show(arguments, found)
+    return 0
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from . import inventory
+    from .options import Options
+
+    if arguments.action in ("show", "export", "import") and not arguments.what:
+        raise ValueError(f"cache {arguments.action} needs {'a name' if arguments.action == 'show' else 'a file'}")
+    _show(arguments, inventory.ACTIONS[arguments.action](arguments.cache or Options.parse()[0].cache, arguments.what))
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -26,7 +26,8 @@ class Region:
 
     `device` is what it was planned for, `buckets` has what each token bucket was offered and what its choice costs.
     `candidates` are the verdicts on each provider. `skipped` names the option that left the block as it was, "" if none
-    did; `replaced` is False there, and where a later stage failed.
+    did; `replaced` is False there, and where a later stage failed. `tuned`: the buckets whose choice was measured;
+    `beside`: the operator beside the block's own nodes, where they were timed.
     """
 
     graph: int
@@ -40,6 +41,8 @@ class Region:
     router_why: str = ""
     skipped: str = ""
     replaced: bool = False
+    tuned: tuple[journal.Tuned, ...] = ()
+    beside: journal.Beside | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,8 @@ class Report:
         """The report of what `journal.capture()` collected."""
         events = tuple(events)
         planned = {(e.graph, e.region): e for e in events if isinstance(e, journal.Planned)}
+        tuned = [e for e in events if isinstance(e, journal.Tuned)]
+        beside = [e for e in events if isinstance(e, journal.Beside)]
         lowered = {e.graph for e in events if isinstance(e, journal.Lowered)}
         lowered -= {e.graph for e in events if isinstance(e, journal.StageFailed)}
         skipped = {(e.graph, e.region): e.why for e in events if isinstance(e, journal.RegionSkipped)}
@@ -107,6 +112,8 @@ class Report:
                     router_why=e.router_why,
                     skipped=skipped.get((e.graph, e.region), ""),
                     replaced=e.graph in lowered and (e.graph, e.region) not in skipped,
+                    tuned=tuple(t for t in tuned if t.graph == e.graph and e.region in t.regions),
+                    beside=next((b for b in beside if b.graph == e.graph and e.region in b.regions), None),
                 )
                 regions.append(region)
         return cls(
@@ -272,7 +279,36 @@ def _region_lines(same: list[Region]) -> list[str]:
     if first.buckets:
         lines.append(f"  predicted   on {first.device}, the limit by its datasheet")
         lines += [f"              {row}" for row in _table(bucket_rows(first.buckets))]
+    if first.tuned:
+        cached = sum(t.source == "cache" for t in first.tuned)
+        kinds = ", ".join(dict.fromkeys(t.workload for t in first.tuned))
+        why = next((f" ({t.why})" for t in first.tuned if t.why), "")
+        lines.append(f"  measured    {len(first.tuned)} buckets, {cached} of them by an earlier run, on {kinds}{why}")
+        lines += [f"              {row}" for row in _table(trial_rows(first.tuned))]
+    if b := first.beside:
+        lines.append(
+            f"  beside      for {b.tokens} tokens its own nodes take {b.nodes_us:.1f} us, the operator "
+            f"{b.operator_us:.1f} us"
+        )
     return lines
+
+
+def trial_rows(tuned: Sequence[journal.Tuned]) -> list[tuple[str, ...]]:
+    """A heading and a row a bucket: microseconds measured and predicted of the chosen one, the experts that so many
+    tokens reached, the fastest other contender over it."""
+    rows: list[tuple[str, ...]] = [("tokens", "us", "predicted", "experts", "others", "chosen")]
+    for t in tuned:
+        times = {trial.candidate: trial for trial in t.trials}
+        mine = times.get(t.chosen)
+        if mine is None or mine.us is None:
+            continue
+        others = [o.us for o in t.trials if o.us is not None and o is not mine and not o.why]
+        behind = f"{min(others) / mine.us:.2f}" if others else "-"
+        part = "" if t.complete else " (cut by the budget)"
+        rows.append(
+            (str(t.at), f"{mine.us:.1f}", f"{mine.predicted_us:.1f}", f"{t.reach:.1f}", behind, f"{t.chosen}{part}")
+        )
+    return rows
 
 
 def bucket_rows(buckets: Sequence[journal.Bucket]) -> list[tuple[str, ...]]:

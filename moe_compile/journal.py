@@ -121,6 +121,55 @@ class Planned(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A candidate of a bucket: microseconds a call, predicted and measured (None: not measured), half the distance
+    between the quartiles over the median, the relative RMS error where it was compared, and why it may not win."""
+
+    candidate: str
+    predicted_us: float
+    us: float | None = None
+    spread: float = 0.0
+    error: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned(Event):
+    """A token bucket of a spec got its candidate by measurement, for some regions.
+
+    tokens: the bucket's upper bound, "*" for the last; at: the T that was measured. source: "measured" or "cache".
+    workload: which tokens, and `why` they were not more like real ones. reach: experts that T rows reach, a mean.
+    complete: False where the budget ended before every trial.
+    """
+
+    logger: ClassVar[str] = "tune"
+    regions: tuple[int, ...]
+    spec: str
+    tokens: str
+    at: int
+    chosen: str
+    source: str
+    workload: str
+    why: str = ""
+    reach: float = 0.0
+    complete: bool = True
+    seconds: float = 0.0
+    trials: tuple[Trial, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside(Event):
+    """The operator was timed beside the nodes that it replaces, on the example's tokens; whichever is slower goes."""
+
+    logger: ClassVar[str] = "tune"
+    regions: tuple[int, ...]
+    tokens: int
+    nodes_us: float
+    operator_us: float
+    kept: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionSkipped(Event):
     """A proved block stays as it was because the user's options say so; `why` names the option."""
 

@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,33 @@ class Options:
     )
     weight_copy_bytes: int = _row(
         0, "Bytes that a graph's blocks may spend together on expert weights in layouts of kernels, beside the model's."
+    )
+    launch: str = _row(
+        "auto",
+        "How calls will be launched, which times depend on: `graph`, replayed from a CUDA graph, also one that you "
+        "capture yourself, or `eager`; `auto`: `graph` where Inductor records CUDA graphs.",
+        choices=("auto", "graph", "eager"),
+    )
+    tune: str = _row(
+        "auto",
+        "How kernels are chosen. `measure`: timed on tokens that route like real ones, once, then from the cache; "
+        "`cost`: by predicted time, or from the cache where it knows; `off`: by predicted time alone; `auto`: "
+        "`measure` on CUDA, `cost` on a CPU. See [tuning.md](tuning.md).",
+        choices=("auto", "off", "cost", "measure"),
+    )
+    tune_seconds: float = _row(20.0, "How long to measure for each distinct spec; what is left keeps its prediction.")
+    cache: str = _row(
+        "auto", "Folder of the tuning cache; `auto`: moe_compile in the platform's cache folder; `off`: no cache."
+    )
+    agree: str = _row(
+        "auto",
+        "Whether ranks choose together, each waiting for all; `auto`: where torch.distributed runs and choices are "
+        "measured. `off` where ranks compile different graphs, as in a pipeline.",
+        choices=("auto", "on", "off"),
+    )
+    agree_seconds: float = _row(120.0, "How long a rank waits for the others, beyond the time it may measure.")
+    data_parallel_rank: int = _row(
+        0, "Seed of the tokens that are measured: the same on ranks that compute the same tokens."
     )
     route: str = _row(
         "auto",
@@ -99,6 +127,20 @@ def dump_folder(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get(DUMP_ENVIRONMENT, "")
 
 
+def cache_folder(setting: str, environ: Mapping[str, str] | None = None) -> str:
+    """The folder that `moe.cache` means, "" for none."""
+    environ = os.environ if environ is None else environ
+    if setting != "auto":
+        return "" if setting == "off" else os.path.expanduser(setting)
+    if sys.platform == "win32":
+        base = environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+    elif sys.platform == "darwin":
+        base = os.path.expanduser("~/Library/Caches")
+    else:
+        base = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(base, "moe_compile")
+
+
 def one_of(what: str, value: str, valid: Iterable[str]) -> str:
     """`value` if it is one of `valid`; else ValueError with the valid ones and the closest."""
     valid = list(valid)
@@ -121,11 +163,11 @@ def _read(field: dataclasses.Field[Any], raw: Any, what: str) -> Any:
             return raw
         word = str(raw).lower()
         return _WORDS[one_of(what, word, _WORDS)]
-    if kind is int:
+    if kind in (int, float):
         try:
-            return int(raw)
+            return kind(raw)
         except (TypeError, ValueError):
-            raise ValueError(f"{what}: {raw!r} is not a whole number") from None
+            raise ValueError(f"{what}: {raw!r} is not a {'whole ' if kind is int else ''}number") from None
     if not isinstance(raw, str):
         raise ValueError(f"{what}: {raw!r} is not text")
     return one_of(what, raw, field.metadata["choices"]) if field.metadata["choices"] else raw

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import FORKS
 
 from moe_compile import agree as agreement
 from moe_compile.agree import Disagreement, Proposal, agree
 
-# torch is imported once, in the server; every rank is a fork of it
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed", "torch.testing", "moe_compile.agree"])
 SPECS = {"specs": "experts(E=8)"}
 
 

@@ -19,7 +19,7 @@ from moe_compile import backend, journal
 from moe_compile.backend import moe_backend
 from moe_compile.explain import Report
 
-STAGES = {"_recognize": "recognize", "_plan": "plan", "_plan_route": "plan", "_lower": "lower"}
+STAGES = {"_recognize": "recognize", "_plan": "plan", "_choose": "tune", "_plan_route": "plan", "_lower": "lower"}
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -14,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import FORKS
 
 from moe_compile import cache as caching
 from moe_compile.cache import Cache, Entry, Key
 
-FORKS = multiprocessing.get_context("forkserver")
 KEY = Key(
     spec="experts(E=8 K=2)", tokens="16", device="NVIDIA H200", launch="graph", workload="tokens=varied:1",
     versions=(("aten", "2.13"), ("triton_grouped", "3.9+abc")),

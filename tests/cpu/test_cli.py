@@ -207,3 +207,50 @@ def test_demo_model_is_what_it_says():
 def test_demo_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         a_demo().blocks = 3
+
+
+def test_tune_a_folder_then_see_and_move_the_results(capsys, folder, tmp_path, monkeypatch):
+    mine, file, theirs = (str(tmp_path / n) for n in ("mine", "tuned.jsonl", "theirs"))
+    monkeypatch.setattr("moe_compile.choose.OPEN_BUCKET", 64)
+    monkeypatch.setattr("moe_compile.choose.TOKEN_BUCKETS", (1, 16, None))
+    monkeypatch.setattr("moe_compile.plan.TOKEN_BUCKETS", (1, 16, None))
+    code, out, err = run(capsys, "tune", folder, "--tokens", "8", "--cache", mine)
+    assert code == 0, err
+    assert out.startswith(f"{mine}: 3 results\n") and "E=8 K=2 H=32 I=16 swiglu f32" in out and "3 buckets" in out
+    torch._dynamo.reset()
+
+    code, out, _ = run(capsys, "cache", "list", "--json", "--cache", mine)
+    (held,) = json.loads(out)["held"]
+    assert [b["tokens"] for b in held["buckets"]] == ["1", "16", "*"]
+    assert all(b["trials"][0]["us"] > 0 and b["workload"] == "tokens=varied:1" for b in held["buckets"])
+    monkeypatch.setenv("MOE_COMPILE", f"cache={mine}")
+    code, out, _ = run(capsys, "cache", "show", held["name"])
+    assert code == 0 and "on tokens=varied:1" in out and out.count("aten(path=hit)") == 3
+
+    assert run(capsys, "cache", "export", file)[0] == 0
+    assert run(capsys, "cache", "import", file, "--cache", theirs)[0] == 0
+    assert run(capsys, "cache", "list", "--cache", theirs)[1].splitlines()[1:] == out_lines(capsys, mine)
+    text = (tmp_path / "tuned.jsonl").read_text().replace('"device":"', '"device":"another ')
+    (tmp_path / "tuned.jsonl").write_text(text)
+    code, _, err = run(capsys, "cache", "import", file, "--cache", theirs)
+    assert code == 1 and "not of this machine" in err and "device: 'another" in err
+    assert run(capsys, "cache", "clear", "--cache", theirs)[0] == 0
+    assert run(capsys, "cache", "list", "--cache", theirs)[1] == f"{theirs}: 0 results\n"
+
+
+def out_lines(capsys, cache):
+    return run(capsys, "cache", "list", "--cache", cache)[1].splitlines()[1:]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("cache", "show"), "cache show needs a name"),
+        (("cache", "import"), "cache import needs a file"),
+        (("cache", "show", "nothing"), "matches 'nothing'"),
+        (("cache", "import", "missing.jsonl"), "missing.jsonl"),
+    ],
+)
+def test_cache_says_what_it_needs(capsys, tmp_path, arguments, message):
+    code, _, err = run(capsys, *arguments, "--cache", str(tmp_path))
+    assert code == 1 and message in err

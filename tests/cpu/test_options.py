@@ -1,11 +1,12 @@
 """Options: names, values, precedence, and the documentation printed from the table."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
-from moe_compile.options import Options, dump_folder, markdown, one_of
+from moe_compile.options import Options, cache_folder, dump_folder, markdown, one_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "options.md"
 
@@ -19,11 +20,34 @@ def test_defaults_and_rest():
         "strict": False,
         "provider": "auto",
         "weight_copy_bytes": 0,
+        "launch": "auto",
+        "tune": "auto",
+        "tune_seconds": 20.0,
+        "cache": "auto",
+        "agree": "auto",
+        "agree_seconds": 120.0,
+        "data_parallel_rank": 0,
         "route": "auto",
         "verify": False,
         "only": "*",
         "fuel": -1,
     }
+
+
+@pytest.mark.parametrize(
+    ("platform", "setting", "environ", "folder"),
+    [
+        ("linux", "auto", {"XDG_CACHE_HOME": "/x"}, "/x/moe_compile"),
+        ("linux", "auto", {}, os.path.expanduser("~/.cache/moe_compile")),
+        ("darwin", "auto", {"XDG_CACHE_HOME": "/x"}, os.path.expanduser("~/Library/Caches/moe_compile")),
+        ("win32", "auto", {"LOCALAPPDATA": "/l"}, "/l/moe_compile"),
+        ("linux", "off", {"XDG_CACHE_HOME": "/x"}, ""),
+        ("linux", "~/mine", {}, os.path.expanduser("~/mine")),
+    ],
+)
+def test_the_cache_is_where_the_platform_keeps_caches(platform, setting, environ, folder, monkeypatch):
+    monkeypatch.setattr("sys.platform", platform)
+    assert cache_folder(setting, environ) == folder
 
 
 def test_none_is_no_options():
@@ -43,6 +67,8 @@ def test_ours_are_taken_out_of_the_rest():
         ({"moe.inner": "induktor"}, r"moe.inner: 'induktor' is not one of .*; did you mean 'inductor'\?"),
         ({"moe.inner": 3}, "moe.inner: 3 is not text"),
         ({"moe.fuel": "full"}, "moe.fuel: 'full' is not a whole number"),
+        ({"moe.tune_seconds": "long"}, "moe.tune_seconds: 'long' is not a number"),
+        ({"moe.tune": "measured"}, r"moe.tune: 'measured' is not one of .*; did you mean 'measure'\?"),
         ({"moe.strict": "maybe"}, "moe.strict: 'maybe' is not one of 1, true, 0, false"),
     ],
 )

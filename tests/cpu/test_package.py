@@ -17,17 +17,18 @@ HEAVY = {"triton", "flashinfer", "sympy", "transformers"}
 # Left never imports right; a stage imports no other stage. `backend` alone joins the stages. Names without a file yet
 # are the design's.
 LEVELS = [
-    {"verdict", "options", "journal", "hardware", "bench", "capturable"},
+    {"verdict", "options", "journal", "hardware", "bench", "capturable", "progress"},
     {"prepare"},
     {"activation", "nodes", "spec", "work"},
     {"operands"},
     {"reference", "formats", "cost"},
     {"canonical", "kernels", "algebra"},
-    {"rules", "providers"},
+    {"rules", "providers", "replay"},
     {"recognize", "plan", "calibrate", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
+    {"choose"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
-    {"demo", "outlook", "pretrained", "peers", "suite"},
+    {"demo", "inventory", "outlook", "pretrained", "peers", "suite"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

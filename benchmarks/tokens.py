@@ -171,13 +171,17 @@ def calls(spec: ExpertsSpec, workload: Workload, T: int, candidate: str) -> list
 
 def row(spec: ExpertsSpec, T: int, found: list[str], kinds: dict[str, Workload], clock: Any) -> dict[str, Any]:
     reach = {kind: w.reach(T) for kind, w in kinds.items()}
-    working = []
+    single: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for c in found:
         try:
-            calls(spec, kinds["text"], T, c)[0]()
-            working.append(c)
+            for kind, w in kinds.items():
+                single[kind][c] = clock.once(calls(spec, w, T, c)[0])
         except tune.faults() as error:
             say("left out", c, type(error).__name__, str(error)[:200])
+    # as tuning does: what is far behind in a single call on every kind of tokens is not timed any further
+    limits = {kind: tune.HOPELESS * min(s.values()) for kind, s in single.items()}
+    able = [c for c in found if all(c in s for s in single.values())]
+    working = [c for c in able if any(s[c] <= limits[kind] for kind, s in single.items())]
     times = {kind: clock({c: calls(spec, w, T, c) for c in working}, 7) for kind, w in kinds.items()}
     chosen = {kind: min(working, key=lambda c, t=t: t[c].median) for kind, t in times.items()}
     final = clock({c: calls(spec, kinds["text"], T, c) for c in dict.fromkeys(chosen.values())}, 15)

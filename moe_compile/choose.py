@@ -204,7 +204,7 @@ def _measure(
     workloads = collect(gm, inputs, regions, rows=rows, seed=setting.options.data_parallel_rank)
     journal.log.info("collected %d rows in %.1f s", rows, time.monotonic() - begun)
     for g in groups:
-        workload = workloads[g.spec]
+        workload = workloads[g.spec, g.device]
         if isinstance(workload, Reject):
             journal.log.warning("no measurement for %s: %s", g.spec, workload)
             continue

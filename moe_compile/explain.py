@@ -184,14 +184,15 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
     model: a module, a function, or either of them compiled: then what it wraps. It is left as it was: this compilation
     has its own cache entries. Gradient mode is the caller's. moe_options: as `options` of torch.compile, but
     `moe.inner` is "eager" unless given, since the inner backend changes nothing that is reported and takes most of the
-    time. Raises what the model raises.
+    time, and `moe.tune` is "cost": what was measured before is shown, nothing is measured for the report. Raises what
+    the model raises.
     """
     import torch
 
     from .backend import moe_backend
     from .prepare import breaking
 
-    options = {"moe.inner": "eager", **(moe_options or {})}
+    options = {"moe.inner": "eager", "moe.tune": "cost", **(moe_options or {})}
 
     # A function of its own for each call: Dynamo reuses compiled code only for the same backend.
     def moe(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:

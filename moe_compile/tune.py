@@ -62,7 +62,8 @@ class Clock:
 
     def __call__(self, contenders: Mapping[str, Sequence[Callable[[], Any]]], rounds: int) -> dict[str, bench.Timing]:
         if self.device.type == "cuda" and self.launch == "graph":
-            return bench.compare_graphs(contenders, rounds=rounds)
+            with torch.cuda.device(self.device):
+                return bench.compare_graphs(contenders, rounds=rounds)
         turns = {name: _in_turn(calls) for name, calls in contenders.items()}
         return bench.compare(turns, rounds=rounds, sample_seconds=0.002, synchronize=self._wait)
 
@@ -169,6 +170,8 @@ def tune(
                 bucket = _Bucket(spec, bound, tokens_of[bound], workload, clock, deadline)
                 try:
                     bucket.measure(lists[bound])
+                except torch.OutOfMemoryError as error:
+                    log.warning("no memory to measure %d tokens of %s: %s", tokens_of[bound], spec, error)
                 finally:  # also on Ctrl-C, which goes on to the caller
                     if (tuned := bucket.result()) is not None:
                         done.append(tuned)

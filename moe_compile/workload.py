@@ -30,6 +30,7 @@ from .verdict import Reject, Unproved
 VARIED, DRAWN, ZIPF = "tokens=varied:1", "hidden=drawn:1", "routes=zipf:1"
 SITES = 4  # blocks of a spec whose rows and weights are used, spread over the model
 PASSES = 32  # runs of the graph at most: one of a decode step adds one row
+Where = tuple[ExpertsSpec, torch.device]
 ZIPF_EXPONENT = 0.7  # the most popular of 64 experts gets 5.3 times the mean; trained routers: 2 to 6
 
 
@@ -107,15 +108,15 @@ class Workload:
 
 def collect(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], regions: Sequence[Any], *, rows: int, seed: int = 0
-) -> dict[ExpertsSpec, Workload | Reject]:
-    """The workload of each distinct spec of `regions` (recognize.Found), with about `rows` rows a pool.
+) -> dict[Where, Workload | Reject]:
+    """The workload of each distinct (spec, device) of `regions` (recognize.Found), with about `rows` rows a pool.
 
     A Reject where a spec's weights can't be had: the graph is compiled without real tensors.
     """
-    sites: dict[ExpertsSpec, list[Any]] = {}
+    sites: dict[Where, list[Any]] = {}
     for region in regions:
-        sites.setdefault(region.spec.experts, []).append(region)
-    sites = {spec: _spread(found) for spec, found in sites.items()}
+        sites.setdefault((region.spec.experts, region.device), []).append(region)
+    sites = {where: _spread(found) for where, found in sites.items()}
     chosen = [region for found in sites.values() for region in found]
     why: list[str] = []
     for kind, vary in ((VARIED, _tokens), (DRAWN, _hidden)):
@@ -126,7 +127,7 @@ def collect(
         except Unproved as no:
             why.append(f"{kind}: {no.verdict}")
     text = "; ".join(dict.fromkeys(why))
-    return {spec: _zipf(gm, inputs, found[0], rows=rows, seed=seed, why=text) for spec, found in sites.items()}
+    return {where: _zipf(gm, inputs, found[0], rows=rows, seed=seed, why=text) for where, found in sites.items()}
 
 
 def _spread(found: list[Any]) -> list[Any]:
@@ -160,13 +161,13 @@ class _Varied:
 def _through_the_graph(
     replay: Replay,
     varied: list[_Varied],
-    sites: dict[ExpertsSpec, list[Any]],
+    sites: dict[Where, list[Any]],
     kind: str,
     *,
     rows: int,
     seed: int,
     why: str,
-) -> dict[ExpertsSpec, Workload | Reject]:
+) -> dict[Where, Workload | Reject]:
     generator = torch.Generator().manual_seed(seed)
     chosen = [r for found in sites.values() for r in found]
     first = {found[0].root: replay.reads(found[0]) for found in sites.values()}
@@ -202,10 +203,10 @@ def _through_the_graph(
         return Batch(hidden_TH=hidden, ids_TK=ids, weights_TK=weights, rest=rest[region.root])
 
     return {
-        spec: Workload(
+        (spec, device): Workload(
             spec=spec, kind=kind, pools=tuple(map(pool, found)), seed=seed, why=why, original=originals[found[0].root]
         )
-        for spec, found in sites.items()
+        for (spec, device), found in sites.items()
     }
 
 

@@ -13,7 +13,7 @@ from . import cost
 from .hardware import Device
 from .journal import Bucket, Offer
 from .options import OptionError, one_of
-from .providers import Candidate, Plan, Priced, Tactic, Work, copied_bytes, providers
+from .providers import Candidate, Plan, Priced, Tactic, Work, copied_bytes, providers, triton_route
 from .spec import ExpertsSpec, RouterSpec
 from .verdict import OK, Reject, Verdict
 
@@ -167,11 +167,11 @@ def check_provider(text: str) -> Candidate | None:
 
 
 def plan_route(spec: RouterSpec, device: Device, wish: str = "auto") -> Verdict:
-    """Whether the router becomes `route`. auto: only where a provider has a fused kernel for it, and none has yet.
+    """Whether the router becomes `route`. auto: where one kernel does all of it.
 
-    Without one the operator is a handful of torch calls, which cost 10 to 30 us more a layer on a CPU (2 cores,
+    Elsewhere the operator is a handful of torch calls, which cost 10 to 30 us more a layer on a CPU (2 cores,
     2026-11-30) than the nodes that the inner backend fuses.
     """
     if wish == "nodes":
         return Reject("moe.route=nodes asks for the router's own nodes")
-    return OK if wish == "op" else Reject(f"no provider fuses routing on {device.type} yet; its nodes are compiled")
+    return OK if wish == "op" else triton_route.supports(spec, device)

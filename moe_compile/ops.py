@@ -2,14 +2,17 @@
 
 In: tensors, and the spec and plan as their one-line text. Out: fresh tensors; inputs are only read. They are right on
 any device at every stage (eager, fake, functionalized, inference_mode, autocast, CUDA graphs): the spec alone decides
-dtypes, so autocast is off inside. The plan picks a kernel by the real token count; backward recomputes, saving only
-the inputs, and always runs on the aten provider. Gradients of gradients raise.
+dtypes, so autocast is off inside. The plan picks a kernel by the real token count. Gradients of gradients raise.
+
+Where a gradient is wanted, `experts` is `experts_training`, which also returns what the backward reads beside the
+inputs: gate_up_RG (T*K x G in spec.x) where a plan's Triton kernels train the spec, else no rows, and aten's backward
+computes all of it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
+from .hardware import facts
 from .operands import ExpertWeights, checker
-from .providers import Candidate, Launcher, Plan, launcher
+from .providers import Candidate, Launcher, Plan, launcher, triton_backward, triton_route
 from .providers.aten_backward import backward as _aten_backward
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
@@ -33,7 +37,8 @@ _OPERANDS = (
 )
 for _schema in (
     f"experts({_OPERANDS}, str plan) -> Tensor",
-    f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]",
+    f"experts_training({_OPERANDS}, str plan) -> (Tensor, Tensor)",
+    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor? kept, str plan, bool[] needs) -> Tensor[]",
     "route(Tensor logits, Tensor? bias, Tensor? expert_scale, str spec) -> (Tensor, Tensor)",
     "route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? expert_scale, str spec, bool[] needs) -> Tensor[]",
 ):
@@ -54,6 +59,16 @@ class _Call:
         if candidate not in self.launchers:
             self.launchers[candidate] = launcher(candidate, self.spec, self.device)
         return self.launchers[candidate]
+
+    @cached_property
+    def trainable(self) -> bool:
+        """Whether the plan's kernels have a backward of their own for the spec."""
+        ours = any(candidate.provider.startswith("triton_") for _, candidate in self.plan.buckets)
+        return ours and bool(triton_backward.supports(self.spec, facts(self.device)))
+
+    def trains(self, packed: ExpertWeights) -> bool:
+        """Whether that backward can read these very tensors; the same for fake ones."""
+        return self.trainable and bool(triton_backward.reads(packed))
 
 
 _call = lru_cache(4096)(_Call)
@@ -93,22 +108,59 @@ def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
     return hidden.new_empty((hidden.shape[0], parsed.H), dtype=torch_dtype(parsed.out))
 
 
-def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *single, post_scale, ctx.spec, _ = inputs
+def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+    """(what `experts` returns, gate_up_RG or no rows of it)."""
+    *operands, spec, plan = rest
+    call = _call(spec, plan, hidden.device)
+    call.check(hidden, ids, weights, *operands)
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+        packed = ExpertWeights.of(call.spec, *operands)
+        if call.trains(packed):
+            return triton_backward.forward(call.spec, hidden, ids, weights, packed)
+        out = (call.only or call.launcher(hidden.shape[0]))(hidden, ids, weights, packed)
+        return out, hidden.new_empty((0, call.spec.G))
+
+
+def _experts_training_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+    weights, *tensors, spec, plan = operands
+    call = _call(spec, plan, hidden.device)
+    trains = call.trains(ExpertWeights.of(call.spec, *tensors))
+    kept = hidden.new_empty((hidden.shape[0] * call.spec.K if trains else 0, call.spec.G))
+    return _experts_fake(hidden, ids, weights, *tensors, spec, plan), kept
+
+
+def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
+    """`experts` under autograd: experts_training where a gradient is wanted."""
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
+        out: Tensor = torch.ops.moe_compile.experts_training.default(*operands)[0]
+        return out
+    with torch._C._AutoDispatchBelowAutograd():
+        below = keys & torch._C._after_autograd_keyset
+        plain: Tensor = torch.ops.moe_compile.experts.default.redispatch(below, *operands)
+        return plain
+
+
+def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *single, post_scale, ctx.spec, ctx.plan = inputs
     hidden, ids, weights, *lists = single
     ctx.lengths = list(map(len, lists))
-    ctx.save_for_backward(hidden, ids, weights, post_scale, *(t for several in lists for t in several))
+    call = _call(ctx.spec, ctx.plan, hidden.device)
+    operands = (*lists, post_scale)
+    kept = output[1] if call.trains(ExpertWeights.of(call.spec, *operands)) else None
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(hidden, ids, weights, post_scale, kept, *(t for several in lists for t in several))
 
 
-def _experts_grads(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    hidden, ids, weights, post_scale, *rest = ctx.saved_tensors
+def _experts_grads(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    hidden, ids, weights, post_scale, kept, *rest = ctx.saved_tensors
     lists = _split(rest, ctx.lengths)
+    if grad is None:
+        return None, None, None, *([None] * n for n in ctx.lengths), None, None, None
     of_hidden, _, of_weights, *of_lists, of_scale, _, _ = ctx.needs_input_grad
     needs = [of_hidden, of_weights, *(n for several in of_lists for n in several)]
     needs += [] if post_scale is None else [of_scale]
-    grads = iter(
-        torch.ops.moe_compile.experts_backward(grad, hidden, ids, weights, *lists, post_scale, ctx.spec, needs)
-    )
+    operands = (hidden, ids, weights, *lists, post_scale, ctx.spec, kept, ctx.plan)
+    grads = iter(torch.ops.moe_compile.experts_backward(grad, *operands, needs))
     d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
     d_scale = None if post_scale is None else each.pop()
     return d_hidden, None, d_weights, *_split(each, ctx.lengths), d_scale, None, None
@@ -121,18 +173,20 @@ def _split(several: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
 
 def _experts_backward(grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> list[Tensor]:
     """The gradients of [hidden, weights, *gate_up, *down, *gate_up_bias, *down_bias, post_scale if there] that `needs`
-    names."""
-    *operands, spec, needs = rest
-    parsed = ExpertsSpec.parse(spec)
+    names. kept: gate_up_RG of experts_training; without it, it is computed again."""
+    *operands, spec, kept, plan, needs = rest
+    call = _call(spec, plan, hidden.device)
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        packed = ExpertWeights.of(parsed, *operands)
-        return _aten_backward(parsed, grad, hidden, ids, weights, packed, needs)
+        packed = ExpertWeights.of(call.spec, *operands)
+        if call.trains(packed):
+            return triton_backward.backward(call.spec, grad, hidden, ids, weights, packed, kept, needs)
+        return _aten_backward(call.spec, grad, hidden, ids, weights, packed, needs)
 
 
 def _experts_backward_fake(
     grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    *operands, spec, needs = rest
+    *operands, spec, _, _, needs = rest
     each = (hidden, weights, *ExpertWeights.of(ExpertsSpec.parse(spec), *operands).tensors())
     return [t.new_empty(t.shape) for t, need in zip(each, needs, strict=True) if need and t is not None]
 
@@ -145,7 +199,7 @@ def _route(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spe
     parsed = RouterSpec.parse(spec)
     _check_route(parsed, logits, bias, expert_scale)
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        return reference.route(parsed, logits, bias, expert_scale)
+        return triton_route.route(parsed, logits, bias, expert_scale)
 
 
 def _check_route(spec: RouterSpec, logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None) -> None:
@@ -249,12 +303,17 @@ def _once(op: str) -> Any:
 
 for _name, _impl, _fake in (
     ("experts", _experts, _experts_fake),
+    ("experts_training", _experts_training, _experts_training_fake),
     ("experts_backward", _experts_backward, _experts_backward_fake),
     ("route", _route, _route_fake),
     ("route_backward", _route_backward, _route_backward_fake),
 ):
     _LIB.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_compile::{_name}", _fake, lib=_LIB)
-for _name, _grads, _save in (("experts", _experts_grads, _experts_save), ("route", _route_grads, _route_save)):
+_LIB.impl("experts", _experts_by_grad, "Autograd", with_keyset=True)
+for _name, _grads, _save, _of in (
+    ("experts_training", _experts_grads, _experts_save, "experts"),
+    ("route", _route_grads, _route_save, "route"),
+):
     torch.library.register_autograd(f"moe_compile::{_name}", _grads, setup_context=_save, lib=_LIB)
-    torch.library.register_autograd(f"moe_compile::{_name}_backward", _once(_name), lib=_LIB)
+    torch.library.register_autograd(f"moe_compile::{_of}_backward", _once(_of), lib=_LIB)

@@ -9,6 +9,7 @@ Invariant: the value is torch's fp32 value to a few ulp, NaN propagates as in to
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 from functools import lru_cache
 from typing import Any
@@ -115,7 +116,7 @@ def source(expr: Expr) -> str:
     """The device function's text: one assignment for each distinct subexpression, in evaluation order."""
     assert set(SOURCE) == set(pointwise_table()), set(SOURCE) ^ set(pointwise_table())
     names: dict[Expr, str] = {}
-    lines = ["@triton.jit", "def act(gate, up):"]
+    lines = ["@triton.jit", f"def {_name(expr)}(gate, up):"]
 
     def visit(e: Expr) -> str:
         if e.op in ("gate", "up"):
@@ -136,11 +137,16 @@ def source(expr: Expr) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _name(expr: Expr) -> str:
+    """A name of the expression's own: a kernel that calls two functions of one name calls the first one twice."""
+    return "act_" + hashlib.sha256(str(expr).encode()).hexdigest()[:12]
+
+
 @lru_cache(None)
 def epilogue(expr: Expr) -> Any:
-    """The triton.jit function `act(gate, up)` of the expression; the same object for the same expression."""
+    """The triton.jit function (gate, up) of the expression; the same object for the same expression."""
     text, path = source(expr), f"<moe_compile epilogue {expr}>"
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
     scope = dict(globals())
     exec(compile(text, path, "exec"), scope)
-    return scope["act"]
+    return scope[_name(expr)]

@@ -1,8 +1,8 @@
 """Aten: the provider that runs any spec on any device with torch's own operators.
 
-In: a spec, native weights, routes. Out: out_TH. It is what the operator falls back to, what others are tuned against,
-and the only owner of the backward. Invariant: no intermediate is rounded more than the docstring of spec.py lets the
-original graph do: the first linear, the activation, the second linear, the sum; the sum over k is kept in fp32.
+In: a spec, native weights, routes. Out: out_TH. It is what the operator falls back to, what others are tuned against.
+Invariant: no intermediate is rounded more than the docstring of spec.py lets the original graph do: the first linear,
+the activation, the second linear, the sum; the sum over k is kept in fp32.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""Training on our grouped Triton kernels: a forward that keeps gate_up_RG, and the gradients of the experts.
+
+In: ExpertsSpec, the forward's operands, and the gradient of out_TH. Out: as aten_backward.backward. Of the forward only
+gate_up_RG is kept, R x G in x's dtype; the activation is computed again. The formulas are aten_backward's:
+
+    dv = down[e]^T dout      dw = dv . a + bias . dout      ddown[e] = sum dout (w a)^T
+    dgate_up = w dv (act_gate, act_up)      dgate_up[e] = sum dgate_up x^T      dx[t] = sum_k gate_up[e]^T dgate_up
+
+With weight=input, x is w x in the weights' gradients, dx is scaled by w, and dw = (gate_up[e]^T dgate_up) . x.
+Invariants: bitwise repeatable (no atomics); no gradient of dropped routes; weights are read in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..activation import derivative
+from ..hardware import Device, facts
+from ..operands import ExpertWeights
+from ..spec import ExpertsSpec, torch_dtype
+from ..verdict import Verdict
+from .triton_grouped import hopper, one_stride_pattern, shared_limit, triton_available, triton_supports
+from .triton_work import BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..kernels.grouped import Tile
+    from ..kernels.sort import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """The tiles of each product: of the forward, and of the gradients by the activation, tokens and weights."""
+
+    first: Tile
+    second: Tile
+    act: Tile
+    dx: Tile
+    ddown: Tile
+    dgate_up: Tile
+
+
+def supports(spec: ExpertsSpec, device: Device) -> Verdict:
+    """OK where these kernels train `spec` on such a device."""
+    return triton_available() and triton_supports(spec, device)
+
+
+def reads(weights: ExpertWeights) -> Verdict:
+    """OK where these very tensors can be read in place."""
+    return one_stride_pattern(weights)
+
+
+def tiles_of(spec: ExpertsSpec, T: int, device: Device) -> Tiles:
+    """The tiles for T tokens."""
+    from ..kernels.grouped import Tile
+
+    if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
+        small = Tile(BLOCK_M=32, BLOCK_N=32, BLOCK_K=32, warps=4, stages=2)
+        return Tiles(first=small, second=small, act=small, dx=small, ddown=small, dgate_up=small)
+    tma, most = int(hopper(device)), shared_limit(device)
+
+    def tile(m: int, n: int, warps: int, stages: int, swap: int = 0, width: int = 1) -> Tile:
+        stages = min(stages, max(2, most // (64 * (m + width * n) * BYTES[spec.x])))
+        return Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=64, warps=warps, stages=stages, SWAP=swap, TMA=tma)
+
+    rows = T * spec.K / spec.E
+    sums = tile(128, 256, 8, 4) if rows > 512 else tile(128, 128, 4, 3)
+    if rows <= 48:
+        narrow = tile(64, 128, 4, 3)
+        first = tile(64, 64, 4, 3, width=spec.G // spec.I)
+        return Tiles(first=first, second=narrow, act=narrow, dx=narrow, ddown=sums, dgate_up=sums)
+    wide = tile(128, 256, 8, 4)
+    first = tile(128, 128, 8, 4, swap=int(spec.gate_up.storage == "EGH"), width=spec.G // spec.I)
+    return Tiles(first=first, second=wide, act=wide, dx=wide, ddown=sums, dgate_up=sums)
+
+
+def forward(
+    spec: ExpertsSpec, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out_TH in spec.out, gate_up_RG in spec.x, by expert)."""
+    from ..kernels.epilogue import epilogue
+    from ..kernels.finalize import finalize
+    from ..kernels.grouped import fc2
+    from ..kernels.sort import sort_routes
+
+    T, out = x_TH.shape[0], torch_dtype(spec.out)
+    if not T:
+        return x_TH.new_empty((0, spec.H), dtype=out), x_TH.new_empty((0, spec.G))
+    tiles = tiles or tiles_of(spec, T, facts(x_TH.device))
+    schedule = sort_routes(ids_TK, spec.E, tiles.first.BLOCK_M)
+    gate_up_RG, act_RI = _first(spec, x_TH, w_TK, p, schedule, epilogue(spec.act.expr), tiles.first)
+    y_RH = fc2(act_RI, p.down, p.down_bias, schedule, k_major=spec.down == "EHI", tile=tiles.second)
+    return finalize(y_RH, ids_TK, w_TK if spec.weight == "output" else None, spec.E, out), gate_up_RG
+
+
+def _first(
+    spec: ExpertsSpec, x_TH: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights, schedule: Schedule, act: object,
+    tile: Tile,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    from ..kernels.backward import fc1_kept
+
+    return fc1_kept(
+        _rows(x_TH), p.gate_up, p.gate_up_bias, w_TK if spec.weight == "input" else None, schedule, act, choices=spec.K,
+        sizes=(spec.H, spec.I), halves=spec.gate_up.halves, k_major=spec.gate_up.storage == "EGH", tile=tile,
+    )  # fmt: skip
+
+
+def _rows(x_TH: torch.Tensor) -> torch.Tensor:
+    """x with contiguous rows."""
+    return x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
+
+
+def backward(
+    spec: ExpertsSpec,
+    dout_TH: torch.Tensor,
+    x_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    w_TK: torch.Tensor | None,
+    p: ExpertWeights,
+    gate_up_RG: torch.Tensor | None,
+    wanted: Sequence[bool],
+    tiles: Tiles | None = None,
+) -> list[torch.Tensor]:
+    """The gradients of (hidden, weights, *p.tensors()) for which `wanted` is true, in that order, contiguous.
+
+    gate_up_RG: as `forward` returned it, or None to compute it again.
+    """
+    from ..kernels.backward import act_backward, dx_routes
+    from ..kernels.epilogue import epilogue
+    from ..kernels.finalize import finalize
+    from ..kernels.outer import Rows, outer, route_dots, row_sum, spans
+    from ..kernels.sort import sort_routes
+
+    T, K, E, expr = x_TH.shape[0], spec.K, spec.E, spec.act.expr
+    if not T:
+        return [t.new_zeros(t.shape) for t, n in zip((x_TH, w_TK, *p.tensors()), wanted) if n and t is not None]
+    hidden, weights, rest = wanted[0], wanted[1], list(wanted[2:])
+    n = len(p.gate_up)
+    firsts, down, first_biases, down_bias = rest[:n], rest[n], rest[n + 1 : n + 1 + len(p.gate_up_bias)], rest[-1]
+    down_bias = down_bias and p.down_bias is not None
+    tiles = tiles or tiles_of(spec, T, facts(x_TH.device))
+    schedule = sort_routes(ids_TK, E, tiles.first.BLOCK_M)
+    ends = spans(schedule, E)
+    x_TH, dout_TH = _rows(x_TH), _rows(dout_TH.to(x_TH.dtype))
+    if gate_up_RG is None:
+        gate_up_RG, _ = _first(spec, x_TH, w_TK, p, schedule, epilogue(expr), tiles.first)
+    scale = w_TK if spec.weight == "output" else None
+    before = w_TK if spec.weight == "input" else None
+    acts = (epilogue(expr), epilogue(derivative(expr, "gate")), epilogue(derivative(expr, "up")))
+    dgate_up_RG, s_act_RI, parts = act_backward(
+        dout_TH, p.down, gate_up_RG, scale, schedule, acts, choices=K, halves=spec.gate_up.halves,
+        k_major=spec.down == "EHI", parts=weights and scale is not None, tile=tiles.act,
+    )  # fmt: skip
+    del gate_up_RG
+    dhidden = dweights = ddown = None
+    # The order keeps the peak low: what is as large as the routes goes before gradients as large as the weights come.
+    if parts is not None:
+        rows = None if p.down_bias is None else dout_TH
+        dweights = route_dots(parts, ids_TK, p.down_bias, rows, E, torch_dtype(spec.w), a_experts=True)
+        del parts
+    if hidden or (weights and before is not None):
+        k_major = spec.gate_up.storage == "EGH"
+        dx_RH = dx_routes(dgate_up_RG, p.gate_up, schedule, k_major=k_major, tile=tiles.dx)
+        if weights and before is not None:
+            dweights = route_dots(None, ids_TK, dx_RH, x_TH, E, torch_dtype(spec.w), a_experts=False)
+        dhidden = finalize(dx_RH, ids_TK, before, E, x_TH.dtype)
+        del dx_RH
+    if down:
+        a, b = Rows(of=dout_TH, tokens=True), Rows(of=s_act_RI)
+        pair = (a, b) if spec.down == "EHI" else (b, a)
+        ddown = outer(*pair, schedule, ends, choices=K, tile=tiles.ddown)
+    del s_act_RI
+    dfirsts: list[torch.Tensor] = []
+    for part, need in zip(dgate_up_RG.chunk(n, dim=1), firsts, strict=True):
+        if need:
+            a, b = Rows(of=part), Rows(of=x_TH, tokens=True, weights_TK=before)
+            pair = (a, b) if spec.gate_up.storage == "EGH" else (b, a)
+            dfirsts.append(outer(*pair, schedule, ends, choices=K, tile=tiles.dgate_up))
+    dbiases = [
+        row_sum(Rows(of=part), schedule, ends, choices=K)
+        for part, need in zip(dgate_up_RG.chunk(n, dim=1), first_biases)
+        if need
+    ]
+    if down_bias:
+        dbiases.append(row_sum(Rows(of=dout_TH, tokens=True, weights_TK=scale), schedule, ends, choices=K))
+    found = [dhidden if hidden else None, dweights if weights else None, *dfirsts, ddown, *dbiases]
+    return [t for t in found if t is not None]

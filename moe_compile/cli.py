@@ -23,6 +23,7 @@ examples:
   moe-compile demo                          the main job on a small random model; no download
   moe-compile explain ./my-model            what becomes of each MoE block of a model, and why
   moe-compile explain ./my-model --json     the same, for programs
+  moe-compile explain ./my-model --arch H200    planned for a GPU that isn't here
   moe-compile explain --thiek 4,2048,768,128,8 --arch sm_107    who could run such a block there
   moe-compile bench --tokens 1,16,256       the experts alone, beside other libraries and the hardware's limit
   moe-compile tune ./my-model               measure its blocks' kernels now, so that no compilation waits for it
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "--thiek", metavar="T,H,I,E,K", help="instead of a model, a block of these sizes: who could run it, how fast"
     )
     explain.add_argument(
-        "--arch", metavar="ARCH", default="sm_90", help="with --thiek: a device (H200) or architecture (default sm_90)"
+        "--arch", metavar="ARCH", help="plan for this device (H200) or architecture (sm_107) instead; --thiek: sm_90"
     )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
     bench = command(
@@ -152,18 +153,24 @@ def _explain(arguments: argparse.Namespace) -> int:
         from .outlook import outlook, thiek
 
         tokens, spec = thiek(arguments.thiek)
-        _show(arguments, outlook(spec, tokens, arguments.arch))
+        _show(arguments, outlook(spec, tokens, arguments.arch or "sm_90"))
         return 0
     import torch
 
     from .explain import explain
+    from .hardware import named
+    from .outlook import replanned
     from .pretrained import load
 
+    if arguments.arch:
+        named(arguments.arch)  # a wrong name should not wait for the model
     model, inputs = load(arguments.model, arguments.tokens)
     if model.device.type == "meta" and not arguments.json:
-        print(f"{arguments.model} has no weights: explained from its configuration, without memory", file=sys.stderr)
+        hint = "" if arguments.arch else "; --arch H200 plans it for a GPU"
+        print(f"{arguments.model} has no weights: explained from its configuration{hint}", file=sys.stderr)
     with torch.no_grad():
-        _show(arguments, explain(model, **inputs))
+        report = explain(model, **inputs)
+    _show(arguments, replanned(report, arguments.arch) if arguments.arch else report)
     return 0
 
 
@@ -252,7 +259,8 @@ def _outline(tree: dict[str, Any]) -> list[str]:
     lines = []
     for key, value in tree.items():
         if isinstance(value, dict):
-            lines += [key, *(f"  {k:20}{v}" for k, v in value.items())]
+            width = max(map(len, value)) + 2
+            lines += [key, *(f"  {k:{width}}{v}" for k, v in value.items())]
         elif isinstance(value, list):
             lines += [key, *(f"  {v}" for v in value)]
         else:

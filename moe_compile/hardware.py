@@ -132,7 +132,7 @@ def _row(name: str) -> Device | None:
     """The row that a driver's name for a GPU contains."""
     words = name.lower().replace("geforce ", "").replace("nvidia ", "")
     words = next((full.lower() for alias, full in _ALIASES.items() if alias.lower() in words), words)
-    return next((d for d in DEVICES if d.name.lower() in words), None)
+    return next((d for d in DEVICES if re.search(rf"\b{d.name.lower()}\b", words)), None)
 
 
 @lru_cache(None)

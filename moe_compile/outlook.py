@@ -2,18 +2,20 @@
 
 In: T,H,I,E,K and the name of a device or architecture. Out: an `Outlook`: for each provider whether it could run the
 block there, the bytes of weights that it would keep in a layout of its own, and the tactics it offers with predicted
-times. Libraries are asked as installed here; what only the device could tell (compiled modules, drivers) is not.
+times. `replanned` does it for the blocks of a report. Libraries are asked as installed here; what only the device could
+tell (compiled modules, drivers) is not.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import cost
 from .activation import Activation
+from .explain import Report
 from .hardware import Device, named
-from .plan import shortlist
+from .plan import account, plan_experts, shortlist
 from .providers import copied_bytes, providers
 from .spec import ExpertsSpec
 
@@ -83,3 +85,22 @@ def outlook(spec: ExpertsSpec, T: int, device: str | Device, mode: str = "graph"
             )
         )
     return Outlook(spec=str(spec), tokens=T, device=str(where), offers=tuple(offers))
+
+
+def replanned(report: Report, device: str) -> Report:
+    """The report with every block's plan made for another device, by name or architecture, which need not be there."""
+    where = named(device)
+    plans: dict[ExpertsSpec, dict[str, Any]] = {}
+    regions = []
+    for region in report.regions:
+        spec = region.spec.experts
+        if spec not in plans:
+            planning = plan_experts(spec, where)
+            plans[spec] = {
+                "candidates": planning.candidates,
+                "chosen": str(planning.plan),
+                "device": str(where),
+                "buckets": account(planning, spec, where),
+            }
+        regions.append(replace(region, **plans[spec]))
+    return replace(report, regions=tuple(regions))

@@ -94,6 +94,8 @@ def account(
     planning: Planning, spec: ExpertsSpec, device: Device, *, mode: str = "graph", load: cost.Load | None = None
 ) -> tuple[Bucket, ...]:
     """What each token bucket was offered and what its plan's choice costs, for the journal."""
+    if device.type not in ("cuda", "cpu"):  # a model on the meta device: no hardware, no times
+        return ()
     load = load or cost.Load.uniform(spec.E, spec.K)
     found = []
     for bound, offers in planning.lists.items():

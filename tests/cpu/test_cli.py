@@ -75,6 +75,19 @@ def test_a_configuration_is_enough(capsys, tmp_path):
     assert "has no weights: explained from its configuration" in err
 
 
+def test_a_configuration_is_planned_for_a_gpu_that_is_not_here(capsys, tmp_path):
+    import transformers
+
+    config = transformers.MixtralConfig(num_hidden_layers=1, architectures=["MixtralForCausalLM"], dtype="bfloat16")
+    folder = configuration(tmp_path, config)
+    code, out, err = run(capsys, "explain", folder, "--arch", "H200")
+    assert code == 0, err
+    assert "predicted   on H200 (sm_90, 132 processors, 4.80 TB/s)" in out
+    assert "triton_decode(" in out and "triton_grouped(" in out
+    code, out, err = run(capsys, "explain", folder, "--arch", "H2000")
+    assert (code, out) == (1, "") and "device 'H2000' is not one of" in err
+
+
 def test_a_model_without_moe_says_so(capsys, tmp_path):
     import transformers
 

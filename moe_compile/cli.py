@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--geometry", default="", metavar="NAMES", help="commas between (default all; tiny on a CPU)")
     bench.add_argument("--tokens", type=_counts, metavar="N,N", help="token counts (default 1, 2, 4 ... 8192)")
-    bench.add_argument("--tactics", action="store_true", help="every tactic that providers offer, no peers")
+    bench.add_argument("--tactics", type=_positive, metavar="N", help="N tactics of each provider, no peers")
     bench.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
     bench.add_argument("--rounds", type=_positive, default=15, metavar="N", help="interleaved rounds (default 15)")
     bench.add_argument("--seconds", type=_positive, metavar="N", help="start no new cell after this")
@@ -190,7 +190,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     only = tuple(filter(None, arguments.only.split(",")))
     done = []
     for cell in suite.cells(
-        names, tokens, device, tactics=arguments.tactics, peers=not arguments.tactics, only=only,
+        names, tokens, device, tactics=arguments.tactics or 0, peers=not arguments.tactics, only=only,
         rounds=max(2, arguments.rounds), until=until,
     ):  # fmt: skip
         done.append(cell)

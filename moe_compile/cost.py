@@ -54,7 +54,7 @@ SHEETS: dict[type[Any], dict[str, str]] = {
         "address": "(1 - tma) * address_cost * K * (M + N * matrices) / (256 * warps)",
         "alone": "multiply + address",
         "iteration": "((resident * multiply)**4 + (resident * intake)**4 + latency**4 + alone**4)**(1/4)",
-        "program": "iterations * iteration + prologue + store_cost * M * N",
+        "program": "iterations * iteration + (1 - ahead) * prologue + store_cost * M * N",
         "whole_waves": "Max(1, waves) + wave_loss * Piecewise((ceiling(waves) - waves, waves > 1), (0, True))",
         "processor": "program * whole_waves",
         "stall": "Piecewise((1, tall >= 64), (1 + small_loss, True))",

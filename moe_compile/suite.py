@@ -1,9 +1,9 @@
 """The experts' benchmark: in, geometries and token counts; out, a cell for each, with every contender's time and limit.
 
-A cell's contenders run the same routed tokens on the same weights: `moe` (what the plan picks), each provider's first
-tactic (`moe_decode`, `moe_grouped`, others under their own names), and peers (peers.py). Times are bench.py's: CUDA
-graphs that rotate through layers with distinct weights, more than L2 holds; sorting and the weighted sum included, as
-any call needs them. Routing is the top-k of a random linear router over random rows.
+A cell's contenders run the same routed tokens on the same weights: `moe` (what the plan picks), the cheapest tactic of
+each provider (`moe_decode`, `moe_grouped`, others under their own names), and peers (peers.py). Times are bench.py's:
+CUDA graphs that rotate through layers with distinct weights, more than L2 holds; sorting and the weighted sum included,
+as any call needs them. Routing is the top-k of a random linear router over random rows.
 limit = max(bytes of the active experts' weights / bandwidth, FLOP / peak), from the datasheet (hardware.py).
 Invariant: a contender is timed only if its result agrees with fp64 on sampled rows; one that can't run, or is wrong,
 is named with why.
@@ -27,8 +27,8 @@ from .bench import Timing, compare, compare_graphs
 from .hardware import facts
 from .operands import ExpertWeights, Listed
 from .peers import PEERS
-from .plan import plan_experts
-from .providers import Candidate, Tactic, launcher, providers
+from .plan import plan_experts, shortlist
+from .providers import launcher, providers
 from .spec import ExpertsSpec, Layout, torch_dtype
 from .verdict import Reject
 
@@ -108,8 +108,9 @@ def limit(spec: ExpertsSpec, ids: torch.Tensor) -> float:
     return max(active * each * size / device.bandwidth, 2 * ids.numel() * each / device.flop_rate(spec.x))
 
 
-def contenders(spec: ExpertsSpec, T: int, device: torch.device, *, tactics: bool, peers: bool) -> dict[str, Any]:
-    """Names to zero-argument builders of a Run; a Reject where one can't run the spec. tactics: every one offered."""
+def contenders(spec: ExpertsSpec, T: int, device: torch.device, *, tactics: int, peers: bool) -> dict[str, Any]:
+    """Names to zero-argument builders of a Run; a Reject where one can't run the spec. tactics: so many of each
+    provider, under their own names, cheapest by the cost model first."""
     found: dict[str, Any] = {}
     here = facts(device)
     if not tactics:
@@ -120,9 +121,8 @@ def contenders(spec: ExpertsSpec, T: int, device: torch.device, *, tactics: bool
         if not able:
             found[column] = able
             continue
-        offered = [Tactic()] if name == "aten" else [t for t, _ in p.tactics(spec, here, T)]
-        for t in offered if tactics else offered[:1]:
-            candidate = Candidate(provider=name, tactic=t)
+        for priced in shortlist(spec, here, T, (name,))[: tactics or 1]:
+            candidate = priced.candidate
             found[str(candidate) if tactics else column] = partial(launcher, candidate, spec, device)
     if peers:
         found |= {name: partial(peer, spec, device) for name, peer in PEERS.items()}
@@ -130,7 +130,7 @@ def contenders(spec: ExpertsSpec, T: int, device: torch.device, *, tactics: bool
 
 
 def cells(
-    names: Iterable[str], tokens: Sequence[int], device: torch.device, *, tactics: bool = False, peers: bool = True,
+    names: Iterable[str], tokens: Sequence[int], device: torch.device, *, tactics: int = 0, peers: bool = True,
     only: Sequence[str] = (), rounds: int = 15, layers: int = 3, until: float = math.inf,
 ) -> Iterator[Cell]:  # fmt: skip
     """A cell for each geometry and token count, until the clock (time.time) says `until`.
@@ -154,17 +154,18 @@ def cells(
 
 def _cell(
     geometry: str, spec: ExpertsSpec, inputs: Sequence[Any], stack: Sequence[ExpertWeights], only: Sequence[str],
-    rounds: int, **which: bool,
+    rounds: int, **which: Any,
 ) -> Cell:  # fmt: skip
     device, T = inputs[0][0].device, inputs[0][0].shape[0]
     calls: dict[str, list[Call]] = {}
     failed: dict[str, str] = {}
     times: dict[str, Timing] = {}
+    exact = _exact(spec, inputs[0], stack[0])
     for name, make in contenders(spec, T, device, **which).items():
         if only and not name.startswith(tuple(only)):
             continue
         run: Any = make if isinstance(make, Reject) else _attempt(make)
-        why = run if isinstance(run, Reject) else _differs(spec, run, inputs[0], stack[0])
+        why = run if isinstance(run, Reject) else _differs(spec, run, inputs[0], stack[0], exact)
         if why:
             calls[name] = [partial(run, *i, w) for i, w in zip(inputs, stack)]
         else:
@@ -191,13 +192,21 @@ def _attempt(make: Callable[[], Any]) -> Any:
         return Reject(type(failure).__name__, " ".join(str(failure).split())[:200])
 
 
-def _differs(spec: ExpertsSpec, run: Run, inputs: Any, weights: ExpertWeights) -> Any:
+def _differs(spec: ExpertsSpec, run: Run, inputs: Any, weights: ExpertWeights, exact: torch.Tensor) -> Any:
     """Ok where `run` agrees with fp64 on the first and last token, to four roundings of the dtype."""
     x, ids, w = inputs
-    rows = [0, x.shape[0] - 1]
-    got = _attempt(lambda: run(x, ids, w, weights)[rows].double())
+    got = _attempt(lambda: run(x, ids, w, weights)[[0, -1]].double())
     if isinstance(got, Reject):
         return got
+    error = float((got - exact).norm() / exact.norm())
+    bound = 4 * torch.finfo(torch_dtype(spec.x)).eps
+    return error <= bound or Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
+
+
+def _exact(spec: ExpertsSpec, inputs: Any, weights: ExpertWeights) -> torch.Tensor:
+    """The first and last token in fp64."""
+    x, ids, w = inputs
+    rows = [0, x.shape[0] - 1]
     used, small = ids[rows].unique(return_inverse=True)
     some = dataclasses.replace(spec, E=len(used))
     few = ExpertWeights(
@@ -205,10 +214,7 @@ def _differs(spec: ExpertsSpec, run: Run, inputs: Any, weights: ExpertWeights) -
         gate_up_bias=tuple(_pick(t, used) for t in weights.gate_up_bias),
         down_bias=None if weights.down_bias is None else _pick(weights.down_bias, used),
     )  # fmt: skip
-    want = reference.experts(reference.exact(some), x[rows].double(), small, w[rows].double(), few)
-    error = float((got - want).norm() / want.norm())
-    bound = 4 * torch.finfo(torch_dtype(spec.x)).eps
-    return error <= bound or Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
+    return reference.experts(reference.exact(some), x[rows].double(), small, w[rows].double(), few)
 
 
 def _pick(w: Any, experts: torch.Tensor) -> torch.Tensor:

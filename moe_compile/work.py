@@ -16,7 +16,8 @@ class Tiled:
     columns, depth: of y[r, columns] = x[r, depth] @ W[e]^T. matrices: weight matrices read side by side for a column (2
     with a gate), in so many separate `products`. weight_bytes: of one weight element (17/32 for MXFP4). dtype: of the
     operands of the product. swap: the weights are the tall operand of the tensor cores, and M the narrow one. along:
-    "depth" or "columns", the axis on which weights are contiguous. out_bytes: stored for each element of y.
+    "depth" or "columns", the axis on which weights are contiguous. out_bytes: stored for each element of y. ahead: a
+    program takes tile after tile, and fetches for the next one before it has stored the last.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Tiled:
     products: int = 1
     swap: bool = False
     tma: bool = False
+    ahead: bool = False
     along: str = "depth"
     dtype: str = "bf16"
     x_bytes: float = 2

@@ -38,11 +38,15 @@ class Bound:
 
     def __init__(
         self, kernel: Any, constants: tuple[Any, ...], device: torch.device, *, warps: int = 4, stages: int = 3,
-        overlap: bool = False,
+        overlap: bool = False, registers: int | None = None,
     ) -> None:  # fmt: skip
         pdl = overlaps(device)
         self.kernel, self.constants, self.index = kernel, (*constants, pdl), device.index
-        self.options = {"num_warps": warps, "num_stages": stages, **({"launch_pdl": True} if pdl and overlap else {})}
+        self.options: dict[str, Any] = {"num_warps": warps, "num_stages": stages}
+        if pdl and overlap:
+            self.options["launch_pdl"] = True
+        if registers:
+            self.options["maxnreg"] = registers
         self.compiled: dict[Any, Any] = {}  # by alignments and specialized ints
 
     def __call__(self, grid: tuple[int, int], arguments: tuple[Any, ...], free: tuple[int, ...] = ()) -> None:

@@ -74,6 +74,7 @@ def _count_kernel(
 ):
     """counters[chunk, e] = how many of the chunk's `length` routes go to e."""
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     count = tl.zeros((BINS,), tl.int32)
@@ -155,11 +156,11 @@ def _bound(step: str, E: int, BLOCK_M: int, size: int, ids: torch.dtype, device:
     the ids that the fused place counts at once, 0 where it is not fused."""
     bins = _bins_of(E)
     if step == "count":
-        return Bound(_count_kernel, (E, bins, _SUB), device)
+        return Bound(_count_kernel, (E, bins, _SUB), device, overlap=True)
     if step == "scan":
         return Bound(_scan_kernel, (bins, size, _WIDTH), device, overlap=True)
     constants = (E, bins, BLOCK_M, bool(size), size or _SCAN, _SUB)
-    return Bound(_place_kernel, constants, device, warps=8 if bins > 512 else 4, overlap=not size)
+    return Bound(_place_kernel, constants, device, warps=8 if bins > 512 else 4, overlap=True)
 
 
 def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:

@@ -30,8 +30,12 @@ def providers() -> dict[str, Provider]:
     from .frost import frosts
     from .triton_decode import TritonDecode
     from .triton_grouped import TritonGrouped
+    from .triton_hopper import TritonHopper
 
-    return {p.name: p for p in (Aten(), TritonDecode(), TritonGrouped(), *hopper_and_older(), *blackwell(), *frosts())}
+    return {
+        p.name: p
+        for p in (Aten(), TritonDecode(), TritonGrouped(), TritonHopper(), *hopper_and_older(), *blackwell(), *frosts())
+    }
 
 
 @lru_cache(1024)

@@ -97,7 +97,9 @@ def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
     Of nine to twelve shapes each, T = 1 to 4 (H200, 2026-11-30, us): up 1 x 1024 (2 rows with the gate) is within 3 %
     of the best everywhere; 2 x 1024 costs dsv3 T=1 198 instead of 168, 4 x 1024 costs qwen3_30b 23.5 instead of 21.9.
     down 4 x 256 for each of 8 slots, 2 x 256 for 16: qwen3_30b 21.8, 23.1 with 2 rows, 24.9 with 8; mixtral (2 slots)
-    165 with 4 rows, 174 with 16. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs.
+    165 with 4 rows, 174 with 16. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs. 8 warps for down and
+    2 x 1024 for up suit that I (T=1, 2, 4: 20.7, 36.4, 66.9, else 21.3, 37.7, 68.7), not 1024 (olmoe T=1: 31.1, 26.9).
+    Loops that the compiler pipelines through shared memory gain nothing (1 x 512 in 3 stages: qwen3_30b T=1 27.7).
     """
     slots, found = 1 << (spec.K - 1).bit_length(), []
     for n1, k1 in ((1, 1024), (2, 2048), (4, 1024)):
@@ -107,4 +109,6 @@ def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
         if spec.down == "EIH":
             n2, k2 = 32, max(16, 512 // slots)
         found.append(dict(zip(KNOBS, (n1 if spec.gated else 2 * n1, k1, 4, n2, k2, 4))))
+    if (spec.gate_up.storage, spec.down) == ("EGH", "EHI") and slots == 8:
+        found.append(dict(zip(KNOBS, (2 if spec.gated else 4, 1024, 4, 4, 256, 8))))
     return found

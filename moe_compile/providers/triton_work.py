@@ -52,3 +52,23 @@ def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
         weight_bytes=size, out_bytes=BYTES[spec.out],
     )  # fmt: skip
     return Work(steps=(up, down))
+
+
+def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
+    """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize."""
+    size = BYTES[spec.x]
+    first, second = (
+        Tiled(
+            name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=128, N=knobs[f"N{i}"], K=64, warps=8,
+            stages=4, products=1, tma=True, ahead=True, along="depth" if k_major else "columns", dtype=spec.x,
+            x_bytes=size, weight_bytes=size, out_bytes=size,
+        )
+        for i, columns, depth, matrices, k_major in (
+            (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH"),
+            (2, spec.H, spec.I, 1, spec.down == "EHI"),
+        )
+    )  # fmt: skip
+    bins = max(32, 1 << spec.E.bit_length())
+    order = () if knobs["GATHER"] else (Passed(name="permute", route_bytes=2 * spec.H * size),)
+    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * BYTES[spec.out])
+    return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), *order, first, second, finalize))

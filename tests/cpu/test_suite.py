@@ -8,6 +8,7 @@ import torch
 
 from moe_compile import cli, suite
 from moe_compile.hardware import facts
+from moe_compile.providers import Candidate
 from moe_compile.verdict import Reject
 
 CPU = torch.device("cpu")
@@ -35,7 +36,7 @@ def test_a_wrong_contender_is_named_and_not_timed(name, monkeypatch):
     spec = dataclasses.replace(suite.GEOMETRIES[name], E=6, K=2, H=32, I=48, x="f32", out="f32")
 
     def good(x, ids, w, weights):
-        return suite.launcher(suite.Candidate(provider="aten"), spec, CPU)(x, ids, w, weights)
+        return suite.launcher(Candidate(provider="aten"), spec, CPU)(x, ids, w, weights)
 
     def fails(x, ids, w, weights):
         raise ValueError("no such kernel")

@@ -13,10 +13,11 @@ from moe_compile.kernels.sort import sort_routes, sort_routes_reference  # noqa:
 from moe_compile.operands import ExpertWeights  # noqa: E402
 from moe_compile.providers.triton_decode import TritonDecode  # noqa: E402
 from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
+from moe_compile.providers.triton_hopper import TritonHopper  # noqa: E402
 from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, torch_dtype  # noqa: E402
 
 GPU = torch.device("cuda", 0)
-PROVIDERS = (TritonGrouped(), TritonDecode())
+PROVIDERS = (TritonGrouped(), TritonDecode(), TritonHopper())
 LIMIT = {"bf16": 6e-3, "f16": 1e-3, "f32": 3e-6}  # RMS, relative: one rounding of the activation and one of the output
 OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
 
@@ -67,12 +68,17 @@ def exact(spec: ExpertsSpec, tokens: list[int], x, ids, weights, p: ExpertWeight
 
 
 def check(spec: ExpertsSpec, T: int, inputs=None, tactics: int = 1, tokens: list[int] | None = None) -> None:
-    """Every provider's first tactics: RMS against fp64, and the same bits from a second call and from a CUDA graph."""
+    """Every provider's first tactics: RMS against fp64, and the same bits from a second call and from a CUDA graph.
+
+    triton_hopper may reject the spec, and offers tactics for many rows an expert only.
+    """
     inputs = inputs or draw(spec, T)
     tokens = tokens or sorted({0, T // 3, T - 1})
     want = exact(spec, tokens, *inputs)
     for provider in PROVIDERS:
-        assert provider.supports(spec, facts(GPU))
+        if not provider.supports(spec, facts(GPU)):
+            assert provider.name == "triton_hopper"
+            continue
         for tactic, _ in provider.tactics(spec, facts(GPU), T)[:tactics]:
             run = provider.build(tactic, spec, GPU)
             got = run(*inputs)
@@ -120,7 +126,7 @@ def test_sentinels_never_touch_poisoned_weights():
         tensor[2] = float("nan")
         tensor[7] = float("nan")
     check(spec, 300, (x, ids, weights, p), tokens=[0, 4, 17, 299])
-    for provider in PROVIDERS:
+    for provider in PROVIDERS[:2]:
         run = provider.build(provider.tactics(spec, facts(GPU), 300)[0][0], spec, GPU)
         assert not run(x, ids, weights, p)[5].any()
 
@@ -159,3 +165,45 @@ def test_sort(T, K, E):
     placed = int(((ids >= 0) & (ids < E)).sum())
     assert torch.equal(got.tiles(), want.tiles())
     assert torch.equal(got.routes()[:placed], want.routes()[:placed])
+
+
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not a Hopper GPU"
+)
+MANY = ("EGH:gate_up", "EGH:up_gate", "EGH:gate_up_interleaved", "EGH:separate", "EGH:up", "EHG:up_gate_interleaved",
+        "EHG:up")  # fmt: skip
+
+
+@needs_hopper
+@pytest.mark.parametrize("weight", ["output", "input"])
+@pytest.mark.parametrize("layout", MANY)
+def test_many_rows_an_expert(layout, weight):
+    layout = Layout.parse(layout)
+    spec = spec_of(
+        gate_up=layout, down="EHI" if layout.storage == "EGH" else "EIH", bias="both", weight=weight, H=320, I=200,
+        act="relu2" if layout.halves == "up" else OAI, x="f16" if weight == "input" else "bf16",
+    )  # fmt: skip
+    assert PROVIDERS[2].supports(spec, facts(GPU)) and len(PROVIDERS[2].tactics(spec, facts(GPU), 700)) > 1
+    check(spec, 700, tactics=4)
+
+
+@needs_hopper
+@pytest.mark.parametrize("H", [256, 264])
+def test_many_rows_of_poison_and_of_odd_strides(H):
+    spec, hopper = spec_of(H=H, I=136, bias="both"), PROVIDERS[2]
+    x, ids, weights, p = draw(spec, 900)
+    ids[ids == 2] = spec.E
+    ids[5] = -1
+    for tensor in (*p.gate_up, p.down, *p.gate_up_bias, p.down_bias):
+        tensor[2] = float("nan")
+    check(spec, 900, (x, ids, weights, p), tactics=4, tokens=[0, 4, 17, 899])
+    odd = torch.empty(900, H + 3, dtype=x.dtype, device=GPU)[:, 1 : 1 + H].copy_(x)
+    for tactic, _ in hopper.tactics(spec, facts(GPU), 900):
+        run = hopper.build(tactic, spec, GPU)
+        out = run(x, ids, weights, p)
+        assert not out[5].any() and torch.equal(out, run(odd, ids, weights, p))
+        ids[:] = -1
+        assert not run(x, ids, weights, p).any()
+        assert run(x[:0], ids[:0], weights[:0], p).shape == (0, H)
+        ids.copy_(torch.rand((900, spec.E), device=GPU).argsort(1)[:, : spec.K])
+        ids[ids == 2], ids[5] = spec.E, -1

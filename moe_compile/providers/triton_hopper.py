@@ -1,0 +1,152 @@
+"""Our grouped kernels for Hopper (kernels/hopper.py): for many rows an expert, where the tensor cores are the time.
+
+In: ExpertsSpec and a device. Out: launchers; sorting and the weighted sum are triton_grouped's.
+Invariant: as of triton_grouped: weights in place, torch.empty only, no synchronization, safe in a CUDA graph. x is
+copied into sorted order where the tactic says so, and where its rows are not aligned for 16-byte loads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..hardware import Device
+from ..operands import ExpertWeights
+from ..spec import ExpertsSpec, torch_dtype
+from ..verdict import OK, Reject, Verdict
+from ..work import Work
+from .base import Launcher, Provider, Tactic
+from .triton_grouped import (
+    active_experts,
+    on_device,
+    one_stride_pattern,
+    triton_available,
+    triton_supports,
+    triton_version,
+    whole_knobs,
+)
+from .triton_work import hopper_work
+
+if TYPE_CHECKING:
+    import torch
+
+KNOBS = ("N1", "G1", "N2", "G2", "GATHER")
+VALID = {"N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256), "G2": (1, 2, 4, 8, 16, 32, 64),
+         "GATHER": (0, 1)}  # fmt: skip
+FEWEST_ROWS = 24  # an expert; below, tiles of 128 rows are mostly empty
+
+
+class TritonHopper(Provider):
+    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: N columns of a tile of the first and of
+    the second linear, G row tiles side by side, GATHER whether fc1 reads x's rows by their routes."""
+
+    name = "triton_hopper"
+
+    def available(self) -> Verdict:
+        found = triton_available()
+        if not found:
+            return found
+        import triton
+
+        if triton.knobs.runtime.interpret:
+            return Reject("Triton's interpreter does not run Gluon")
+        try:
+            import triton.experimental.gluon.language.nvidia.hopper
+        except ImportError as missing:
+            return Reject("this triton has no Gluon for Hopper", str(missing))
+        return OK
+
+    def supports(self, spec: ExpertsSpec, device: Device) -> Verdict:
+        able = triton_supports(spec, device)
+        if not able:
+            return able
+        if device.type != "cuda" or device.capability != (9, 0):
+            return Reject("not compute capability 9.0", str(device))
+        if spec.x not in ("bf16", "f16"):
+            return Reject("bf16 and fp16 only", f"x={spec.x}")
+        if spec.H % 8 or spec.I % 8:
+            return Reject("rows of weights are not whole 16-byte pieces", f"H={spec.H} I={spec.I}")
+        together = spec.gate_up.halves in ("up", "gate_up_interleaved", "up_gate_interleaved")
+        if spec.gate_up.storage == "EHG" and not together:
+            return Reject("gate and up of a column lie far apart", str(spec.gate_up))
+        return OK
+
+    def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
+        if T * spec.K < FEWEST_ROWS * active_experts(spec, max(T, 1)):
+            return []
+        return [(Tactic.of(**knobs), hopper_work(spec, knobs)) for knobs in _ranked(spec)]
+
+    def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
+        return hopper_work(spec, _checked(tactic, spec))
+
+    def reads_any(self, spec: ExpertsSpec) -> bool:
+        return False  # weights need not be aligned for tensor descriptors
+
+    def reads(self, weights: ExpertWeights) -> Verdict:
+        for w in (*weights.gate_up, weights.down):
+            if w.data_ptr() % 16 or w.stride(-1) != 1 or any(s % 8 for s in w.stride()[:-1]):
+                return Reject("weights are not aligned for tensor descriptors", f"strides {tuple(w.stride())}")
+        return one_stride_pattern(weights)
+
+    def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
+        k = _checked(tactic, spec)
+
+        import torch
+
+        from ..kernels.epilogue import epilogue
+        from ..kernels.finalize import finalize
+        from ..kernels.hopper import ROWS, Persistent, fc1, fc2, permute
+        from ..kernels.sort import sort_routes
+
+        gather = bool(k["GATHER"])
+        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather)
+        second = Persistent(N=k["N2"], GROUP=k["G2"])
+        act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
+        E, K, sizes = spec.E, spec.K, (spec.H, spec.I)
+        halves, k_major, down_k_major = spec.gate_up.halves, spec.gate_up.storage == "EGH", spec.down == "EHI"
+        gated, before, after = spec.gated, spec.weight == "input", spec.weight == "output"
+
+        def run(
+            hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
+        ) -> torch.Tensor:
+            if hidden_TH.shape[0] == 0:
+                return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
+            x = hidden_TH
+            if x.stride(1) != 1 or (gather and (x.stride(0) % 16 or x.data_ptr() % 16)):
+                x = x.clone(memory_format=torch.contiguous_format)
+            schedule = sort_routes(ids_TK, E, ROWS)
+            act_RI = fc1(
+                x if gather else permute(x, schedule, K), packed.gate_up, packed.gate_up_bias,
+                weights_TK if before else None, schedule, act, choices=K, sizes=sizes, gated=gated, halves=halves,
+                k_major=k_major, tile=first,
+            )  # fmt: skip
+            y_RH = fc2(act_RI, packed.down, packed.down_bias, schedule, k_major=down_k_major, tile=second)
+            return finalize(y_RH, ids_TK, weights_TK if after else None, E, out_dtype)
+
+        return on_device(run, device)
+
+    def version(self) -> str:
+        return triton_version()
+
+
+def _checked(tactic: Tactic, spec: ExpertsSpec) -> dict[str, int]:
+    """The tactic's knobs. ValueError names those that are unknown, missing, or don't go together or with the spec."""
+    k = whole_knobs("triton_hopper", tactic, KNOBS)
+    for name, valid in VALID.items():
+        if k[name] not in valid:
+            raise ValueError(f"triton_hopper: {name}={k[name]} is not one of {', '.join(map(str, valid))}")
+    if spec.gated and k["N1"] == 256:
+        raise ValueError("triton_hopper: N1=256 with a gate is 512 columns of accumulators; the most is N1=128")
+    if k["GATHER"] and spec.H % 64:
+        raise ValueError(f"triton_hopper: GATHER=1 copies 64 columns at a time, which H={spec.H} is no multiple of")
+    return k
+
+
+def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
+    """Knobs, best first. Copying x into order pays from I of about 2000 up (kernels/hopper.py)."""
+    n1 = 128 if spec.gated else 256
+    gathers = [g for g in ((0, 1) if spec.I >= 2048 else (1, 0)) if not (g and spec.H % 64)]
+    found = []
+    for gather in gathers:
+        found.append((n1, 8, 256, 8, gather))
+        found.append((n1, 32, 256, 8, gather))
+    return [dict(zip(KNOBS, knobs)) for knobs in found]

@@ -1,0 +1,101 @@
+"""triton_hopper without its GPU: what it supports and offers, which knobs it refuses, and that its kernels compile."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from moe_compile.hardware import named
+from moe_compile.providers.base import Tactic
+from moe_compile.providers.triton_hopper import TritonHopper
+from moe_compile.spec import Layout
+from moe_compile.suite import GEOMETRIES
+
+pytest.importorskip("triton")
+HOPPER = TritonHopper()
+QWEN = GEOMETRIES["qwen3_30b"]
+
+
+def test_what_it_supports():
+    assert HOPPER.supports(QWEN, named("H200")) and HOPPER.supports(GEOMETRIES["gpt_oss_20b"], named("H100"))
+    for spec, device, reason in [
+        (QWEN, "B200", "9.0"),
+        (QWEN, "A100", "9.0"),
+        (dataclasses.replace(QWEN, x="f32", out="f32"), "H200", "fp16 only"),
+        (dataclasses.replace(QWEN, I=772), "H200", "16-byte"),
+        (dataclasses.replace(QWEN, gate_up=Layout(storage="EHG")), "H200", "far apart"),
+        (dataclasses.replace(QWEN, tensors="listed"), "H200", "tensors of their own"),
+    ]:
+        assert reason in str(HOPPER.supports(spec, named(device)))
+
+
+def test_tactics_are_for_many_rows_an_expert_and_build_takes_them():
+    assert HOPPER.tactics(QWEN, named("H200"), 256) == []
+    for spec in GEOMETRIES.values():
+        for tactic, work in HOPPER.tactics(spec, named("H200"), 8192):
+            assert HOPPER.work(tactic, spec, named("H200")) == work
+    copies = [any(s.name == "permute" for s in w.steps) for _, w in HOPPER.tactics(QWEN, named("H200"), 8192)]
+    assert True in copies and False in copies
+
+
+@pytest.mark.parametrize(
+    ("changes", "named_by"),
+    [
+        ({"N1": 96}, "N1=96"), ({"G2": 3}, "G2=3"), ({"GATHER": 2}, "GATHER=2"), ({"N1": 256}, "512 columns"),
+        ({"M": 64}, "knobs are"), ({"GATHER": "yes"}, "whole number"),
+    ],
+)  # fmt: skip
+def test_knobs_that_cannot_be(changes, named_by):
+    knobs = {"N1": 128, "G1": 8, "N2": 256, "G2": 8, "GATHER": 1, **changes}
+    with pytest.raises(ValueError, match=named_by):
+        HOPPER.work(Tactic.of(**knobs), QWEN, named("H200"))
+
+
+def test_gathering_wants_whole_blocks_of_columns():
+    good = Tactic.of(N1=128, G1=8, N2=256, G2=8, GATHER=1)
+    with pytest.raises(ValueError, match="H=2056"):
+        HOPPER.work(good, dataclasses.replace(QWEN, H=2056), named("H200"))
+
+
+COMPILE = """
+import json, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+class Absent:  # enough of a driver to compile for a GPU that is not there
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+driver.set_active(Absent())
+from moe_compile.activation import Activation
+from moe_compile.kernels import hopper, launch
+from moe_compile.kernels.epilogue import epilogue
+from moe_compile.kernels.sort import Schedule
+launch.overlaps = lambda device: True
+made = []
+def compile_only(bound, key, grid, arguments, free):
+    made.append(bound.kernel.warmup(*arguments, *free, *bound.constants, grid=grid, **bound.options))
+launch.Bound._compile = compile_only
+def bf16(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16)
+plan = Schedule(torch.zeros(1000, dtype=torch.int32), 20, 64)
+act = epilogue(Activation.parse("swiglu").expr)
+x, bias = bf16(32, 256), (bf16(4, 384),)
+for gather, halves, w in [(1, "gate_up", bf16(4, 384, 256)), (0, "up_gate_interleaved", bf16(4, 256, 384))]:
+    tile = hopper.Persistent(N=128, GATHER=gather)
+    rows = x if gather else hopper.permute(x, plan, 2)
+    a = hopper.fc1(rows, (w,), bias, None, plan, act, choices=2, sizes=(256, 192), gated=True, halves=halves,
+                   k_major=halves == "gate_up", tile=tile)
+hopper.fc2(a, bf16(4, 256, 192), None, plan, k_major=True, tile=hopper.Persistent(N=256))
+ptx = [m.asm["ptx"] for m in made]
+print(json.dumps([[t.count("wgmma.mma_async"), t.count("setmaxnreg"), t.count("cp.async.cg")] for t in ptx]))
+"""
+
+
+def test_kernels_compile_and_are_warp_specialized():
+    run = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    gathered, _, sorted_rows, second = json.loads(run.stdout.splitlines()[-1])
+    assert all(products and registers for products, registers, _ in (gathered, sorted_rows, second))
+    assert gathered[2] and not sorted_rows[2] and not second[2]

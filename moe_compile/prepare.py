@@ -1,7 +1,8 @@
 """`prepare(model)`: MoE modules that Dynamo can't capture get a form that it can; `restore(model)` undoes it.
 
-In: a model. Out: the same model, and a report of what changed and why. No weight is copied, moved or renamed. The
-library's own implementations are preferred; where a class has none, its forward is replaced on the instance.
+In: a model. Out: the same model, and a report of what changed and why. No weight is copied, moved or renamed, unless
+asked for: `weights="swap_in_place"` exchanges gate and up rows (inplace.py). The library's own implementations are
+preferred; where a class has none, its forward is replaced on the instance.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from . import inplace
 from .capturable import FORMS, Form
 
 _SWITCHED = "_moe_compile_switched"  # on an experts module: the implementation that its config named before
@@ -53,13 +55,17 @@ class Prepared:
         return "\n".join(lines)
 
 
-def prepare(model: nn.Module) -> Prepared:
+def prepare(model: nn.Module, *, weights: str = "as_is") -> Prepared:
     """Make the MoE modules of `model` capturable, in place. Idempotent; `restore(model)` undoes it exactly.
 
     model: any module; what is not MoE, or can be captured as it is, stays. TypeError for anything else.
+    weights: "as_is", or "swap_in_place": the rows of fused gate and up weights change places, for kernels that want
+    [up; gate], without memory for a copy; the modules compute what they did. ValueError for anything else.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"prepare: model is a {type(model).__name__}, not a torch.nn.Module")
+    if weights not in ("as_is", "swap_in_place"):
+        raise ValueError(f"prepare: weights={weights!r} is not one of as_is, swap_in_place")
     changes: list[Change] = []
     before: list[str] = []
     left: list[Change] = []
@@ -82,12 +88,16 @@ def prepare(model: nn.Module) -> Prepared:
                 continue
             module.forward = MethodType(form.forward, module)
             changes.append(Change(module=path, kind=kind, to=f"capturable.{form.forward.__name__}", why=form.breaks))
+    if weights == "swap_in_place":
+        kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+        to, why = "[up; gate] rows, exchanged in place", "weights=swap_in_place"
+        changes += [Change(module=path, kind=kinds[path], to=to, why=why) for path in inplace.swap(model)]
     return Prepared(changes=tuple(changes), before=tuple(before), left=tuple(left))
 
 
 def restore(model: nn.Module) -> tuple[str, ...]:
     """Undo `prepare`; the paths of the modules that run their own code again. Other replacements are not touched."""
-    undone = []
+    undone = list(inplace.restore(model))
     for path, module in model.named_modules():
         if not _prepared(module):
             continue
@@ -97,7 +107,7 @@ def restore(model: nn.Module) -> tuple[str, ...]:
             delattr(module, _SWITCHED)
         else:
             del module.forward
-    return tuple(undone)
+    return tuple(dict.fromkeys(undone))
 
 
 def breaking(model: nn.Module) -> Iterator[tuple[str, str]]:

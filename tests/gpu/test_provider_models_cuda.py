@@ -10,10 +10,11 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+import moe_compile
 from moe_compile import journal
 from moe_compile.backend import moe_backend
 from moe_compile.hardware import facts
-from moe_compile.providers import Plan, providers
+from moe_compile.providers import Plan, providers, stored
 
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "models" / "byte_moe"
 PROMPT, NEW = "The compiler reads a graph and", 48
@@ -43,16 +44,18 @@ def greedy(model: Any, forward: Any, prompt: torch.Tensor, new: int) -> tuple[li
     return out, margins
 
 
-def compiled(model: Any, name: str, mode: str | None) -> Any:
-    options = {"moe.provider": FORCED[name], "moe.weight_copy_bytes": 1 << 40, "moe.strict": True}
+def compiled(model: Any, name: str, mode: str | None, copies: int) -> Any:
+    options = {"moe.provider": FORCED[name], "moe.weight_copy_bytes": copies, "moe.strict": True}
     return torch.compile(model, backend=functools.partial(moe_backend, mode=mode, options=options), fullgraph=True)
 
 
-def check(model: Any, name: str, prompt: torch.Tensor, new: int, mode: str | None, close: float) -> None:
+def check(
+    model: Any, name: str, prompt: torch.Tensor, new: int, mode: str | None, close: float, copies: int = 1 << 40
+) -> None:
     expected, margins = greedy(model, model, prompt, new)
     torch._dynamo.reset()
     with journal.capture() as events:
-        got, _ = greedy(model, compiled(model, name, mode), prompt, new)
+        got, _ = greedy(model, compiled(model, name, mode, copies), prompt, new)
     plans = [Plan.parse(e.plan) for e in events if isinstance(e, journal.Planned)]
     layers = model.config.num_hidden_layers
     assert len(plans) >= 2 * layers and len(plans) % layers == 0
@@ -112,3 +115,19 @@ def test_qwen3_30b_geometry_under_cuda_graphs(name: str, qwen3_30b: Any) -> None
     needs(name, qwen3_30b)
     prompt = torch.randint(0, 4096, (1, 24), device=GPU, generator=torch.Generator(GPU).manual_seed(0))
     check(qwen3_30b, name, prompt, 12, "reduce-overhead", close=0.05)
+
+
+@pytest.mark.parametrize("name", ["flashinfer_cutlass", "flashinfer_frost_low_latency"])
+def test_rows_exchanged_in_place_need_no_copy(name: str, qwen3_30b: Any) -> None:
+    needs(name, qwen3_30b)
+    prompt = torch.randint(0, 4096, (1, 24), device=GPU, generator=torch.Generator(GPU).manual_seed(0))
+    expected, _ = greedy(qwen3_30b, qwen3_30b, prompt, 4)
+    held = stored.held_bytes()
+    assert len(moe_compile.prepare(qwen3_30b, weights="swap_in_place").changes) == 4
+    try:
+        assert greedy(qwen3_30b, qwen3_30b, prompt, 4)[0] == expected
+        check(qwen3_30b, name, prompt, 8, None, close=0.05, copies=0)
+        assert stored.held_bytes() == held
+    finally:
+        moe_compile.restore(qwen3_30b)
+    assert greedy(qwen3_30b, qwen3_30b, prompt, 4)[0] == expected

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from blocks import E, GatheredBlock, GroupedBlock, H, K, Parts
 from torch import Tensor, nn
 
+import moe_compile.ops  # noqa: F401  (registers the operator)
 from moe_compile import replay, workload
 from moe_compile.recognize import recognize
 from moe_compile.spec import ExpertsSpec

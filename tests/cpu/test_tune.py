@@ -429,12 +429,17 @@ def _compile_as_rank(rank: int, world: int, folder: str, out: Any) -> None:
         dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"file://{folder}/rendezvous")
         alone = plan_of(compiled(torch.randn(10, H), agree="off", **settings)[1])
         together = plan_of(compiled(torch.randn(10, H), **settings)[1])
-        out.put((rank, alone, together))
+        if rank == 0:
+            patch.setattr(choose, "_planned", lambda *a: 1 / 0)
+        with pytest.warns(UserWarning, match="compiled without MoE kernels"):
+            events = compiled(torch.randn(10, H), **{**settings, "strict": False})[1]
+        (failed,) = [e.error for e in events if isinstance(e, journal.StageFailed)]
+        out.put((rank, alone, together, failed))
         dist.barrier()
         dist.destroy_process_group()
 
 
-def test_ranks_compile_the_same_plan_cold_or_warm(tmp_path: Path) -> None:
+def test_ranks_compile_the_same_plan_cold_or_warm_and_fail_together(tmp_path: Path) -> None:
     out = FORKS.Queue()
     processes = [FORKS.Process(target=_compile_as_rank, args=(r, 2, str(tmp_path), out)) for r in range(2)]
     for p in processes:
@@ -442,9 +447,11 @@ def test_ranks_compile_the_same_plan_cold_or_warm(tmp_path: Path) -> None:
     found = sorted(out.get(timeout=120) for _ in processes)
     for p in processes:
         p.join(timeout=30)
-    (_, alone0, together0), (_, alone1, together1) = found
+    (_, alone0, together0, failed0), (_, alone1, together1, failed1) = found
     assert alone0 != alone1, "each for itself they differ"
     assert together0 == together1 and f"{BLOCKS}" in together0, "the slowest rank decides"
+    assert "ZeroDivisionError" in failed0 and "Disagreement" in failed1
+    assert "rank 0: ZeroDivisionError: division by zero" in failed1
 
 
 # the progress bar

@@ -209,7 +209,7 @@ def _measure(
             journal.log.warning("no measurement for %s: %s", g.spec, workload)
             continue
         counts, of = workload.counts()
-        g.load = Load.of_counts(counts, of)
+        g.load = Load.of_counts(counts, of) if any(counts) else None
         g.planning = plan(g.spec, g.device, g.copies_left, g.load)
         known = _Known(g, cache, setting)
         clock = Clock(device=g.device, launch=setting.launch)

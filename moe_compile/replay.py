@@ -66,23 +66,23 @@ class Replay:
                 raise Unproved("the graph writes into an attribute of its own", n.name)
         copies: dict[int, torch.UntypedStorage] = {}
         kept = {_memory(t) for t in (*self.gm.parameters(), *self.gm.buffers())}
-        for n, t in inputs.items():
-            if isinstance(t, torch.Tensor) and storage(n) in written:
-                inputs[n] = _elsewhere(t, copies)
-            elif isinstance(t, torch.Tensor):
-                kept.add(_memory(t))
         needed = {n for w in wanted for n in self.writes.interior(w, ())} if alone else set(self.writes.position)
-        with _untouched(inputs.values()), _Guard(kept):
-            runner = _Runner(self.gm, set(wanted), set(copied), needed, self.writes.position)
-            try:
+        runner = _Runner(self.gm, set(wanted), set(copied), needed, self.writes.position)
+        try:
+            for n, t in inputs.items():
+                if isinstance(t, torch.Tensor) and storage(n) in written and not needed.isdisjoint(n.users):
+                    inputs[n] = _elsewhere(t, copies)
+                elif isinstance(t, torch.Tensor):
+                    kept.add(_memory(t))
+            with _untouched(inputs.values()), _Guard(kept):
                 runner.run(*inputs.values())
-            except _Enough:
-                pass
-            except FAULTS as error:
-                text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-                raise Unproved("the captured graph can't be run on its own", text) from error
-            finally:
-                runner.leave()
+        except _Enough:
+            pass
+        except FAULTS as error:
+            text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            raise Unproved("the captured graph can't be run on its own", text) from error
+        finally:
+            runner.leave()
         return runner.seen
 
     # a region's own nodes, as a function of what it reads

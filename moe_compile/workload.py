@@ -126,6 +126,8 @@ def collect(
             return _through_the_graph(replay, varied, sites, kind, rows=rows, seed=seed, why="; ".join(why))
         except Unproved as no:
             why.append(f"{kind}: {no.verdict}")
+        except torch.OutOfMemoryError:
+            why.append(f"{kind}: no memory for the rows")
     text = "; ".join(dict.fromkeys(why))
     return {where: _zipf(gm, inputs, found[0], rows=rows, seed=seed, why=text) for where, found in sites.items()}
 

@@ -173,6 +173,15 @@ def test_a_write_that_nobody_foresaw_is_refused_before_it_happens(monkeypatch: p
     assert w.kind == ZIPF and "writes into an input" in w.why
 
 
+def test_without_memory_for_a_copy_of_the_cache_the_next_rung_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no room for a KV cache")
+
+    monkeypatch.setattr(replay, "_elsewhere", full)
+    w = the(collected(Model(), ids_of(), places(), torch.zeros(PLACES, H)))
+    assert w.kind == ZIPF and "OutOfMemoryError: no room for a KV cache" in w.why
+
+
 def test_modes_that_the_graph_enters_are_left_when_the_run_stops_inside() -> None:
     class Autocast(Model):
         def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ on one of them is an error on all.
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -151,7 +152,8 @@ def _measured(
             if (tuned := known.bucket(bound)) is not None:
                 g.tuned[bound] = tuned
                 _tell(graph, g, tuned, "")
-        g.kept = known.beside(fingerprint(gm, g.first))
+        # Who names a provider has chosen it over the nodes too.
+        g.kept = known.beside(fingerprint(gm, g.first)) if setting.options.provider == "auto" else {}
         whole = all(b in g.tuned and g.tuned[b].complete for b in g.bounds)
         if measures(setting.options, g.device) and not (whole and g.kept is not None):
             missing.append(g)
@@ -168,10 +170,13 @@ class _Known:
 
     def __init__(self, group: _Group, cache: Cache, setting: Setting) -> None:
         self.group, self.cache = group, cache
-        self.device, self.launch = setting.facts(group.device).name, setting.launch
+        self.device = setting.facts(group.device).name
+        self.launch = setting.launch if group.device.type == "cuda" else "eager"
+        wish = setting.options.provider  # its results are no answer to another question
+        self.suffix = "" if wish == "auto" else f" provider={wish}"
 
     def key(self, bound: Bound, workload: str) -> Key:
-        return key_of(self.group.spec, bound, self.device, self.launch, workload, self.group.names)
+        return key_of(self.group.spec, bound, self.device, self.launch, workload + self.suffix, self.group.names)
 
     def bucket(self, bound: Bound) -> Tuned | None:
         """A measured result; of several workloads that of the most real tokens."""
@@ -208,24 +213,26 @@ def _measure(
         if isinstance(workload, Reject):
             journal.log.warning("no measurement for %s: %s", g.spec, workload)
             continue
-        counts, of = workload.counts()
+        counts, of = workload.counts()  # the load is what prices depend on
         g.load = Load.of_counts(counts, of) if any(counts) else None
         g.planning = plan(g.spec, g.device, g.copies_left, g.load)
         known = _Known(g, cache, setting)
         clock = Clock(device=g.device, launch=setting.launch)
         missing = [b for b in g.bounds if b not in g.tuned or not g.tuned[b].complete]
-        found = tune(
-            g.spec,
-            {b: g.offers(b) for b in missing},
-            {b: b or OPEN_BUCKET for b in missing},
-            workload,
-            device=g.device,
-            clock=clock,
-            key=lambda bound, known=known, kind=workload.kind: known.key(bound, kind),  # type: ignore[misc]
-            cache=cache,
-            seconds=setting.options.tune_seconds,
-        )
-        for tuned in found:
+        measured: list[Tuned] = []
+        if missing:
+            measured = tune(
+                g.spec,
+                {b: g.offers(b) for b in missing},
+                {b: b or OPEN_BUCKET for b in missing},
+                workload,
+                device=g.device,
+                clock=clock,
+                key=functools.partial(known.key, workload=workload.kind),
+                cache=cache,
+                seconds=setting.options.tune_seconds,
+            )
+        for tuned in measured:
             g.tuned[tuned.bound] = tuned
             _tell(graph, g, tuned, workload.why)
         _beside(gm, graph, g, workload, clock, known, cache)
@@ -270,7 +277,7 @@ def _kept(g: _Group) -> str:
 
 def _plan_of(g: _Group, chosen: Mapping[str, str]) -> Plan | Reject:
     """The group's plan: agreed choices, else measured ones, else predicted ones."""
-    if (chosen.get(f"{g.spec} {NODES}") or _kept(g)) == NODES:
+    if (chosen.get(f"{_name(g)} {NODES}") or _kept(g)) == NODES:
         return Reject(
             "the block's own nodes were faster", "; ".join(f"{k} {us:.1f} us" for k, us in (g.kept or {}).items())
         )
@@ -312,7 +319,11 @@ def _together(options: Options, devices: Iterable[torch.device]) -> bool:
 
 
 def _question(g: _Group, bound: Bound) -> str:
-    return f"{g.spec} {'*' if bound is None else bound}"
+    return f"{_name(g)} {'*' if bound is None else bound}"
+
+
+def _name(g: _Group) -> str:
+    return f"{g.spec} copies={g.copies_left}"
 
 
 def _agree(groups: list[_Group] | None, error: str, setting: Setting) -> dict[str, str]:
@@ -327,7 +338,7 @@ def _agree(groups: list[_Group] | None, error: str, setting: Setting) -> dict[st
             tuned = g.tuned.get(bound)
             predicted = {str(g.offers(bound)[0].candidate): None}
             times[_question(g, bound)] = dict(tuned.times()) if tuned else dict(predicted)
-        times[f"{g.spec} {NODES}"] = dict(g.kept) if g.kept else {OPERATOR: None}
+        times[f"{_name(g)} {NODES}"] = dict(g.kept) if g.kept else {OPERATOR: None}
     terms = {
         "specs and tokens": "; ".join(f"{g.spec} T={g.tokens or 'dynamic'}" for g in groups),
         "devices": "; ".join(setting.facts(g.device).name for g in groups),

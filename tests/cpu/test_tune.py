@@ -390,6 +390,19 @@ def _spec(events: list[Any]) -> str:
     return found.spec.partition(") router")[0].rstrip(")") + ")"
 
 
+def test_a_wish_wins_over_what_was_measured_and_over_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, two_paths: None
+) -> None:
+    x, settings = torch.randn(10, H), {"tune": "measure", "cache": str(tmp_path)}
+    clocked(monkeypatch, aten_blocks=0.5, nodes=9.0)
+    compiled(x, **settings)
+    clocked(monkeypatch, aten_blocks=0.5, nodes=0.1)
+    for _ in range(2):
+        _, events = compiled(x, provider=str(HIT), **settings)
+        assert plan_of(events) == f"*:{HIT}"
+        assert any(isinstance(e, journal.Lowered) for e in events)
+
+
 def test_a_cache_that_can_not_be_used_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clocked(monkeypatch, nodes=9.0)
     (tmp_path / "file").write_text("")

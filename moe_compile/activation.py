@@ -11,6 +11,7 @@ the dtype of the inputs: the caller upcasts (to fp32 at least) first.
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -154,6 +155,22 @@ def _table() -> dict[str, Pointwise]:
 def pointwise_table() -> Mapping[str, Pointwise]:
     """Every pointwise function an activation may use, by name."""
     return _table()
+
+
+_OPERATORS = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "pow": operator.pow,
+    "neg": operator.neg, "abs": operator.abs,
+}  # fmt: skip
+_UNARY = ("exp", "log", "log1p", "sqrt", "rsqrt", "erf", "tanh", "sigmoid", "softplus", "silu", "relu")
+
+
+def torch_function(name: str) -> Callable[..., Any] | None:
+    """How a graph spells a pointwise function of tensors and numbers; None where it has no single spelling."""
+    import torch
+    import torch.nn.functional as F
+
+    found: Any = _OPERATORS.get(name)
+    return found or (getattr(torch, name, None) or getattr(F, name) if name in _UNARY else None)
 
 
 def apply(op: str, *args: Expr) -> Expr:

@@ -96,6 +96,8 @@ _TABLE: dict[str, tuple[str, str]] = {
     "bincount": ("input weights minlength", "bincount"),
     "cumsum": ("input dim dtype", "cumsum"),
     "one_hot": ("input num_classes", "one_hot"),
+    "nonzero": ("input as_tuple", "nonzero"),
+    "any": ("input dim keepdim", "any"),
     # products and reductions
     "linear": ("input weight bias", "linear"),
     "matmul": ("input other", "matmul mm bmm"),
@@ -378,14 +380,19 @@ class Writes:
     ) -> list[torch.fx.Node]:
         """`also`, and the nodes from `root` back to `leaves`, with the writes into their memory; in program order."""
         inside: set[torch.fx.Node] = set(also)
-        todo = [root]
+        todo, last = [root], self.position[root]
         while todo:
-            n = todo.pop()
-            if n not in inside and n not in leaves and n in self.position and n.op not in ("placeholder", "get_attr"):
-                inside.add(n)
-                todo.extend(n.all_input_nodes)
-        memory = {storage(n) for n in inside}
-        for n in [w for m in memory for w in self.to.get(m, ())]:
-            if self.position[n] <= self.position[root] and memory.issuperset(self.of[n]):
-                inside.add(n)
+            while todo:
+                n = todo.pop()
+                if (
+                    n not in inside
+                    and n not in leaves
+                    and n in self.position
+                    and n.op not in ("placeholder", "get_attr")
+                ):
+                    inside.add(n)
+                    todo.extend(n.all_input_nodes)
+            memory = {storage(n) for n in inside}
+            written = (w for m in memory for w in self.to.get(m, ()) if w not in inside)
+            todo = [w for w in written if self.position[w] <= last and memory.issuperset(self.of[w])]
         return self.ordered(inside)

@@ -14,7 +14,9 @@ import torch
 import torch.fx
 
 from . import ops  # noqa: F401  (registers the operators)
+from .activation import torch_function
 from .algebra.affine import as_size
+from .algebra.terms import Term
 from .canonical import Writes, canonical, mutated_arguments
 from .nodes import fake, storage
 
@@ -83,15 +85,16 @@ def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> t
             weights, ids = emit(operator.getitem, routed, 0), emit(operator.getitem, routed, 1)
         else:
             ids = _flattened(emit, match.ids, spec.experts.K)
-            weights = None if match.weights is None else _flattened(emit, match.weights, spec.experts.K)
+            weights = _routing_weights(emit, match.weights, spec.experts.K)
         out = emit(
             torch.ops.moe_compile.experts.default, hidden, ids, weights, list(match.gate_up), list(match.down),
             list(match.gate_up_bias), list(match.down_bias), match.post_scale, str(spec.experts), plan,
         )  # fmt: skip
-        shape = fake(root).shape
+        shown = root if isinstance(fake(root), torch.Tensor) else mutated_arguments(root)[0]  # setitem has no result
+        shape = fake(shown).shape
         if len(shape) != 2:
             out = emit("reshape", out, *_sizes(emit, shape, (match.hidden, match.ids)))
-    out.meta.update(root.meta)
+    out.meta.update({k: v for k, v in shown.meta.items() if k != "unbacked_bindings"})
     return out
 
 
@@ -101,6 +104,25 @@ def _retarget(writes: Writes, root: torch.fx.Node, out: torch.fx.Node) -> None:
         if isinstance(target, torch.fx.Node):
             for user in [u for u in target.users if writes.position.get(u, -1) > writes.position[root]]:
                 user.replace_input_with(target, out)
+
+
+def _routing_weights(emit: Any, weights: Any, K: int) -> torch.fx.Node | None:
+    """The weights as [T, K]: a node of the graph, or computed as the block would, cast for cast."""
+    if weights is None or isinstance(weights, torch.fx.Node):
+        return None if weights is None else _flattened(emit, weights, K)
+    made: dict[Term, Any] = {leaf: _flattened(emit, node, K) for leaf, node in weights.nodes.items()}
+
+    def value(t: Term) -> Any:
+        if t not in made:
+            args = list(map(value, t.args))
+            if t.op == "const":
+                made[t] = t.attr[1]
+            else:
+                made[t] = emit("to", *args, t.dtype) if t.op == "cast" else emit(torch_function(t.attr), *args)
+        return made[t]
+
+    node: torch.fx.Node = value(weights.term)
+    return node
 
 
 def _flattened(emit: Any, node: torch.fx.Node, last: int) -> torch.fx.Node:
@@ -155,7 +177,11 @@ def _sweep(graph: torch.fx.Graph, writes: Writes, interior: list[torch.fx.Node])
     erased: set[torch.fx.Node] = set()
     while fed:
         n = fed.pop()
-        if n in erased or n.users or n.op not in ("call_function", "call_method") or n._erased:
+        if n in erased or n._erased or n.op not in ("call_function", "call_method"):
+            continue
+        if n.users and _only_checked(n):
+            _erase_users(graph, n)
+        if n.users:
             continue
         if canonical(n) is None and fake(n) is not None and isinstance(fake(n), torch.Tensor):
             continue
@@ -164,6 +190,26 @@ def _sweep(graph: torch.fx.Graph, writes: Writes, interior: list[torch.fx.Node])
         fed.extend(n.all_input_nodes)
         erased.add(n)
         graph.erase_node(n)
+
+
+_CHECKS = ("_assert_scalar", "_check", "_check_is_size", "sym_constrain_range", "sym_constrain_range_for_size")
+
+
+def _only_checked(n: torch.fx.Node) -> bool:
+    """Whether all that reads `n` are assertions about how many rows a mask picked, and the sizes they are of."""
+    for u in n.users:
+        name = getattr(u.target, "__name__", str(u.target)).split(".")[0]
+        number = isinstance(fake(u), (int, torch.SymInt, torch.SymBool, bool))
+        item = u.target is operator.getitem and canonical(n) is not None and isinstance(fake(n), (tuple, list))
+        if name not in _CHECKS and not ((number or item or name == "sym_size") and u.users and _only_checked(u)):
+            return False
+    return True
+
+
+def _erase_users(graph: torch.fx.Graph, n: torch.fx.Node) -> None:
+    for u in list(n.users):
+        _erase_users(graph, u)
+        graph.erase_node(u)
 
 
 def _impure(n: torch.fx.Node) -> bool:

@@ -19,23 +19,29 @@ from .terms import Term, Terms
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A sort of a flat vector. `key`: the multiset of sorted values, as a term. Identity is equality."""
+    """A sort of a flat vector, or the pick of some of its rows. Identity is equality.
+
+    key: the multiset of sorted values, as a term. hits: which rows were picked, as a term that binds their axes; `size`
+    is then their number, unknown before the graph runs.
+    """
 
     name: str
     key: Term
     sizes: tuple[Size, ...]
+    hits: Term | None = None
+    size: Size = None
 
 
 @dataclass(frozen=True)
 class Ord:
-    """The routes numbered by `axes` (row-major), in sorted order."""
+    """The routes numbered by `axes` (row-major), in sorted order; or some of them."""
 
     order: Order
     axes: tuple[Axis, ...]
 
     @property
     def size(self) -> Size:
-        return times(*(a.size for a in self.axes))
+        return self.order.size if self.order.hits is not None else times(*(a.size for a in self.axes))
 
 
 Atom = Axis | Ord
@@ -58,6 +64,12 @@ class Val:
     def plain(self) -> bool:
         """Whether no dim is in a sorted order."""
         return not any(isinstance(a, Ord) for d in self.dims for a in d)
+
+    def every(self) -> list[Axis]:
+        """The axes over which the dims run in full."""
+        if any(isinstance(a, Ord) and a.order.hits is not None for d in self.dims for a in d):
+            raise Unproved("some of the routes where all are expected")
+        return self.axes()
 
     def axes(self) -> list[Axis]:
         """Every axis of the dims, in order, those inside `Ord` included."""
@@ -149,9 +161,10 @@ def _unify_dim(terms: Terms, a: Dim, b: Dim, map_a: dict[Axis, Affine], map_b: d
             x, y = a[0], b[0]
             assert isinstance(x, Ord)
             assert isinstance(y, Ord)
-            if x.order is not y.order:
-                raise Unproved("rows in two different sorted orders", f"{x.order.name} and {y.order.name}")
             digits = _unify_dim(terms, x.axes, y.axes, map_a, map_b)
+            tests = [_apply(terms, t, m) for r, m in ((x, map_a), (y, map_b)) if (t := picked_where(terms, r))]
+            if x.order is not y.order and (len(tests) != 2 or tests[0] is not tests[1]):
+                raise Unproved("rows in two different sorted orders", f"{x.order.name} and {y.order.name}")
             return (Ord(x.order, tuple(d for d in digits if isinstance(d, Axis))),)
         sorted_, plain, target = (a, b, map_b) if ord_a else (b, a, map_a)
         if len(sorted_) != 1 or len(plain) != 1 or isinstance(plain[0], Ord):
@@ -270,7 +283,7 @@ def decode(terms: Terms, index: Affine, dim: Dim) -> dict[Axis, Affine]:
         base = index.single
         if not isinstance(base, Term) or base.op != "pos":
             raise Unproved("sorted rows are read at an index that is not a route's position", repr(index))
-        if base.attr is not dim[0].order:
+        if base.attr is not dim[0].order or base.attr.hits is not None:
             raise Unproved("a different permutation on the way back", f"{base.attr.name} and {dim[0].order.name}")
         return decode(terms, base.index[0], dim[0].axes)
     out: dict[Axis, Affine] = {}
@@ -286,6 +299,14 @@ def decode(terms: Terms, index: Affine, dim: Dim) -> dict[Axis, Affine]:
         raise Unproved("an index into a dim that is only partly sorted")
     out[dim[0]] = rest
     return out
+
+
+def picked_where(terms: Terms, rows: Ord) -> Term | None:
+    """Which of the routes that `rows` numbers it holds: a mask's term over its axes; None where it holds them all."""
+    hits = rows.order.hits
+    if hits is None:
+        return None
+    return terms.substitute(hits.args[0], decode(terms, number_of(rows.axes), hits.bound))
 
 
 def sliced(terms: Terms, v: Val, d: int, start: int, length: Size, step: int = 1) -> Val:
@@ -337,6 +358,16 @@ def _split_for(terms: Terms, index: Val, dim: Dim) -> Val:
             )
             break
     return index
+
+
+def taken_at(terms: Terms, v: Val, d: int, indices: Sequence[Val]) -> Val:
+    """v indexed along dims d, d + 1, ... by tensors that go together: their common dims stand where those stood."""
+    v = refresh(terms, v)
+    dims, found = broadcast(terms, indices)
+    at: dict[Axis, Affine] = {}
+    for n, t in enumerate(found):
+        at.update(decode(terms, terms.value(t), v.dims[d + n]))
+    return Val((*v.dims[:d], *dims, *v.dims[d + len(found) :]), terms.substitute(v.term, at), v.dtype)
 
 
 def new_axes(sizes: Sequence[Size]) -> tuple[tuple[Dim, ...], tuple[Affine, ...]]:

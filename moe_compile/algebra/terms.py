@@ -14,6 +14,7 @@ by nesting depth, which makes alpha-equal terms identical.
     count[axes](ids)@e            how many of the bound axes' values have ids == e;   offsets: its running sum
     pos(order)[digits]            the row at which a sorted order puts a route
     scat[axes](ids, value, base)@at   value where some bound axes' ids == at, else base
+    any[axes](x), hits[axes](x)   whether some place is true; the places that are
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ class Term:
 
     `free`: free axes. `depth`: nesting of binders. `size`: nodes below, counted with repetition.
     `routed`: whether it depends on a data-dependent index (expert ids). `dots`: whether a routed dot is inside.
-    `chosen`: the axes over which such an index varies.
+    `guarded`: whether a test of expert ids is inside, or what was scattered to one expert. `chosen`: the axes over
+    which such an index or test varies, and those of the experts that values were scattered over.
     """
 
     __slots__ = (
-        "args", "attr", "bound", "chosen", "depth", "dots", "dtype", "free", "id", "index", "op", "routed", "size"
+        "args", "attr", "bound", "chosen", "depth", "dots", "dtype", "free", "guarded", "id", "index", "op", "routed",
+        "size",
     )  # fmt: skip
 
     id: int
@@ -49,6 +52,7 @@ class Term:
     size: int
     routed: bool
     dots: bool
+    guarded: bool
     chosen: frozenset[Axis]
 
     def __repr__(self) -> str:
@@ -99,10 +103,18 @@ class Terms:
                 if isinstance(b, Term):
                     t.depth = max(t.depth, b.depth)
                     chosen |= b.free
+        if op == "scat":
+            chosen.update(*(i.free() for i in index))
+        test = op == "pw" and attr == "eq" and args[0].op == "leaf"
+        if test:
+            chosen |= args[0].free
+        one = op == "scat" and not any(i.items for i in index)
+        t.guarded = test or one or any(a.guarded for a in args)
         t.chosen = frozenset(chosen)
-        t.size = 1 + sum(a.size for a in args)
+        # a sum of many experts' outputs grows by one addend at a time
+        t.size = 1 + (max if attr == "add" else sum)(a.size for a in args) if args else 1
         t.routed = data or any(a.routed for a in args)
-        t.dots = any(a.dots for a in args) or (op == "dot" and t.routed)
+        t.dots = any(a.dots for a in args) or (op == "dot" and (t.routed or bool(t.chosen)))
         self._table[key] = t
         return t
 
@@ -208,6 +220,10 @@ class Terms:
 
     def const(self, value: Any) -> Term:
         return self.make("const", attr=(type(value).__name__, value))
+
+    def equal(self, t: Term, n: Affine, dtype: Any) -> Term:
+        """t == n, as a number or a truth value of `dtype`."""
+        return self.make("pw", (t, self.make("int", index=(n,), dtype="int")), attr="eq", dtype=dtype)
 
     def leaf(self, node: Any, version: int, index: tuple[Affine, ...], dtype: Any) -> Term:
         return self.make("leaf", index=index, attr=LeafKey(node, version), dtype=dtype)

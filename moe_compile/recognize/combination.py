@@ -5,6 +5,7 @@ In: the body at (t, k, h). Out: the routing weight, the norm of y where there is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..algebra.affine import axis_index
@@ -27,10 +28,10 @@ class Combination:
     scale: Term | None = None
 
 
-def read_combination(place: Place, body: Term) -> Combination:
-    """The parts of `body`; Unproved where it is not one expert's output times at most one weight."""
+def read_combination(place: Place, product: Iterable[Term]) -> Combination:
+    """The parts of a product; Unproved where it is not one expert's output times at most one weight."""
     guard, factors = None, []
-    for f in factors_of(body):
+    for f in (f for t in product for f in factors_of(t)):
         if f.dots:
             guard_of_f, f = _guarded(place, f)
             guard = guard_of_f or guard

@@ -67,16 +67,21 @@ class _Reader:
     def _opened(self, t: Term) -> Term:
         """`t` without casts, and where that is a leaf that a rule can define, the definition instead."""
         t = strip(t)
-        while t.op == "leaf" and self.choose(t, "") is None:
+        while t.op == "leaf":
             found = self.place.walk.definition(t)
             if found is None:
                 break
             t = strip(found)
         return t
 
+    def _linear(self, t: Term) -> Term:
+        """`t` without casts; the product, where it is a leaf that one made."""
+        opened = self._opened(t)
+        return opened if opened.op == "dot" else strip(t)
+
     def _biased(self, y: Term) -> tuple[Term, Term | None]:
         if y.op == "pw" and y.attr == "add":
-            a, b = map(strip, y.args)
+            a, b = map(self._linear, y.args)
             linear, bias = (a, b) if a.op == "dot" else (b, a)
             if linear.op == "dot" and not bias.dots:
                 index = self.choose(bias, "output bias") if bias.op == "leaf" else ()
@@ -150,7 +155,7 @@ class _Reader:
     def _stream(self, t: Term) -> Stream | None:
         bias: Term | None = None
         if t.op == "pw" and t.attr == "add":
-            a, b = map(strip, t.args)
+            a, b = map(self._linear, t.args)
             linear, added = (a, b) if a.op == "dot" else (b, a)
             if linear.op != "dot" or added.op != "leaf" or self.choose(added, "first bias") is None:
                 return None
@@ -186,7 +191,7 @@ class _Reader:
         x, *others = sorted(factors_of(x), key=lambda f: h not in f.free)
         if len(others) > 1:
             raise Unproved("the first linear's input is a product of more than hidden states and a weight")
-        weight = self.place.route_leaf(others[0], "routing weight") if others else None
+        weight = self.place.route_value(others[0], "routing weight") if others else None
         if self.hidden is not None and self.weight is not weight:
             raise Unproved("gate and up are weighted differently")
         self.weight = weight

@@ -16,13 +16,14 @@ import torch.fx
 from ..algebra.affine import Affine
 from ..algebra.layout import Val
 from ..algebra.terms import Term, find, leaves
-from ..nodes import fake
 from ..spec import ExpertsSpec, Layout, short_dtype
 from ..verdict import Reject, Unproved
 from .combination import Combination, read_combination
+from .dense import as_routed, check_vanishes, is_dense
 from .expert import Expert, read_expert
-from .place import Place
+from .place import Computed, Place
 from .reading import SWAPPED, halves_of, integral, named, sizes_of, strip, swap
+from .unrolled import accumulates, match_unrolled
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -35,7 +36,7 @@ class Match:
     spec: ExpertsSpec
     hidden: torch.fx.Node
     ids: torch.fx.Node
-    weights: torch.fx.Node | None
+    weights: torch.fx.Node | Computed | None
     gate_up: tuple[torch.fx.Node, ...]
     down: tuple[torch.fx.Node, ...]
     gate_up_bias: tuple[torch.fx.Node, ...] = ()
@@ -52,56 +53,66 @@ class Match:
 def collected(t: Term) -> bool:
     """Whether a value is a sum over choices of what routed linears made: whatever reads it is outside of a block."""
     t = strip(t)
-    return t.op in ("sum", "mean") and t.dots and t.chosen.issuperset(t.bound)
+    return t.op in ("sum", "mean") and t.chosen.issuperset(t.bound) and (t.dots or is_dense(t))
 
 
 def combined(t: Term) -> bool:
-    """Whether a value looks like the end of a block: a sum over choices of a product of nested routed linears."""
+    """Whether a value looks like the end of a block: a sum over choices of a product of nested routed linears.
+    Experts written out one by one are `accumulated`; where their sum ends, only its readers show."""
     t = strip(t)
     if not collected(t):
         return False
+    if not t.dots:
+        return True
     return find(t, lambda x: x.op == "dot" and any(a.dots for a in x.args)) is not None
 
 
-def match(walk: Walk, root: torch.fx.Node, value: Val) -> Match | Reject:
-    """The match of a combined value, or why it is not one."""
+def match(walk: Walk, value: Val) -> Match | Reject:
+    """The match of a combined or accumulated value, or why it is not one."""
     try:
-        return _routed(walk, root, value)
+        return match_unrolled(walk, value) if accumulates(value.term) else _routed(walk, value)
     except Unproved as m:
         return m.verdict
 
 
-def _routed(walk: Walk, root: torch.fx.Node, value: Val) -> Match:
-    """A sum over k whose weights are read at ids[t, k]."""
+def _routed(walk: Walk, value: Val) -> Match:
+    """A sum over k whose weights are read at ids[t, k], or over all experts with values scattered at ids[t, k]."""
     total = strip(value.term)
     if total.op == "mean":
         raise Unproved("a mean where a sum is expected")
-    k_axes, (body,) = walk.terms.open(total)
+    dense, inside = is_dense(total), False
+    if dense:
+        k_axes, body, inside = as_routed(walk.terms, total)
+    else:
+        k_axes, (body,) = walk.terms.open(total)
     place = Place(walk, value, k_axes)
-    parts = read_combination(place, body)
+    parts = read_combination(place, [body])
     if parts.weight is not None:
-        place.route_leaf(parts.weight, "routing weight")
+        place.route_value(parts.weight, "routing weight")
 
     def choose(leaf: Term, role: str) -> tuple[Affine, ...] | None:
         ids = leaf.index[0].single if len(leaf.index) in (2, 3) else None
         if not isinstance(ids, Term):
             return None
         place.expert_id(ids, role)
-        if walk.lowest.of(ids.attr.node) < 0:
+        assert place.ids is not None
+        if walk.lowest.of(place.ids.attr.node) < 0:
             raise Unproved("expert ids that may be negative", repr(ids))
         return leaf.index[1:]
 
     expert = read_expert(place, choose, parts.y)
+    if inside:
+        check_vanishes(expert, parts.post)
     E = sizes_of(expert.down)[0]
     weights = [expert.down, *(s.weight for s in expert.streams)]
     biases = [t for t in (expert.down_bias, *(s.bias for s in expert.streams)) if t is not None]
     if any(sizes_of(t)[0] != E for t in weights + biases):
         raise Unproved("the linears have different numbers of experts", str([sizes_of(t)[0] for t in weights]))
-    return assemble(place, root, parts, [expert], E, "stacked")
+    return assemble(place, value.dtype, parts, [expert], E, "stacked")
 
 
-def assemble(place: Place, root: torch.fx.Node, parts: Combination, experts: list[Expert], E: int, held: str) -> Match:
-    """The match, from what was read of each expert (of all, where they are stacked); they must be alike."""
+def assemble(place: Place, dtype: torch.dtype, parts: Combination, experts: list[Expert], E: int, held: str) -> Match:
+    """The match, from what was read of each expert, or of one for all that are stacked; they are alike."""
     first = experts[0]
     assert place.ids is not None
     H, I = place.h_out.size, first.i.size
@@ -117,7 +128,7 @@ def assemble(place: Place, root: torch.fx.Node, parts: Combination, experts: lis
         raise Unproved("the routing weight is applied twice")
     weight = parts.weight if parts.weight is not None else first.weight
     if weight is not None:
-        weight = place.route_leaf(weight, "routing weight")
+        weight = place.route_value(weight, "routing weight")
     halves, order = halves_of(first.streams, H, I)
     expr = first.act
     if order != [0, 1] and len(order) == 2:
@@ -140,12 +151,10 @@ def assemble(place: Place, root: torch.fx.Node, parts: Combination, experts: lis
             "biases or expert ids of a dtype that the operator does not take",
             f"{[t.dtype for t in first_bias + down_bias]}, ids {place.ids.dtype}",
         )
-    x, out = short_dtype(hidden.dtype), short_dtype(fake(root).dtype)
+    x, out = short_dtype(hidden.dtype), short_dtype(dtype)
     w = short_dtype(weight.dtype) if weight is not None else x
     if x is None or out is None or w is None:
-        raise Unproved(
-            "a dtype that specs don't have", f"{hidden.dtype}, {weight and weight.dtype}, {fake(root).dtype}"
-        )
+        raise Unproved("a dtype that specs don't have", f"{hidden.dtype}, {weight and weight.dtype}, {dtype}")
     spec = ExpertsSpec(
         E=E, K=place.K, H=H, I=I, act=act, gate_up=Layout(storage=first.streams[0].storage, halves=halves),
         down=first.down_storage, bias=_BIAS[bool(first_bias), bool(down_bias)],
@@ -160,11 +169,13 @@ def assemble(place: Place, root: torch.fx.Node, parts: Combination, experts: lis
         raise Unproved("a tensor was changed after the block read it", stale[0].attr.name)
 
     kept = streams if halves == "separate" else streams[:1]
+    if held == "stacked":  # what each expert was seen to read is one tensor
+        kept, down, down_bias = [several[:1] for several in kept], down[:1], down_bias[:1]
     return Match(
         spec=spec,
         hidden=hidden.attr.node,
         ids=place.node(place.ids),
-        weights=None if weight is None else place.node(weight),
+        weights=None if weight is None else place.holder(weight),
         gate_up=tuple(s.weight.attr.node for several in kept for s in several),
         down=tuple(t.attr.node for t in down),
         gate_up_bias=tuple(s.bias.attr.node for several in kept for s in several if s.bias is not None),

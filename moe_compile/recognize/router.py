@@ -20,9 +20,11 @@ from ..algebra.layout import Val, decode, number_of
 from ..algebra.terms import Term, leaves, subterms
 from ..canonical import Writes
 from ..nodes import fake, storage
+from ..rules.masks import constant
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
 from .match import Match
+from .place import Computed
 from .reading import scalar_value, sizes_of, strip
 from .selection import Selection
 
@@ -48,6 +50,8 @@ def match_router(writes: Writes, walk: Walk, root: torch.fx.Node, block: Match) 
     """The router of a block, or why its nodes stay."""
     if block.weights is None:
         return Reject("the block has no routing weights")
+    if isinstance(block.weights, Computed):
+        return Reject("the block computes its routing weights from the router's itself")
     try:
         nodes = _slice(writes, root, (block.ids, block.weights))
         return _read(walk, nodes, block)
@@ -155,7 +159,7 @@ class _Router:
         if mask.op != "pw" or mask.attr not in ("eq", "ge") or mask.args[0] is not chosen:
             return w, ids
         bound = mask.args[1]
-        none = bound.op == "const" and bound.attr[1] == self.block.spec.E
+        none = constant(bound) == self.block.spec.E
         last = chosen.op == "leaf" and self.walk.ranges.get(chosen.attr) == self.block.spec.E + 1
         return (w.args[2], chosen) if none and (last or mask.attr == "ge") else (w, ids)
 

@@ -25,6 +25,8 @@ from ..journal import Where
 from ..nodes import fake, where
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
+from .definitions import Definitions
+from .loops import ended
 from .lowest import Lowest
 from .match import Match, collected, combined, match
 from .router import RouterMatch, match_router
@@ -71,14 +73,18 @@ class Recognition:
 class Walk:
     """The state of the walk; also the context that rules see."""
 
+    follow = False
+
     def __init__(self, writes: Writes, cut: bool = True, terms: Terms | None = None) -> None:
         self.writes = writes
         self.terms = terms or Terms()
         self.cut = cut
         self.versions = Versions()
         self.lowest = Lowest()
+        self.definitions = Definitions()
         self.selections: dict[torch.fx.Node, Val] = {}
         self.ranges: dict[LeafKey, int] = {}
+        self.distinct: dict[LeafKey, int] = {}
         self.complaints: dict[torch.fx.Node, Reject] = {}
         self.node: torch.fx.Node = None  # type: ignore[assignment]
         self._env: dict[torch.fx.Node, tuple[Any, int]] = {}
@@ -150,6 +156,8 @@ class Walk:
             self._written(node)
             if isinstance(result, (tuple, Val)):
                 self._env[node] = (result, self.versions.of(node))
+            elif result is None and self.cut:
+                self.definitions.record(self, node, call)
         if not isinstance(result, Reject):
             return None
         self.complaints[node] = result
@@ -198,11 +206,13 @@ class Walk:
 
     def definition(self, leaf: Term) -> Term | None:
         """The term of a leaf's element by the operation that made its node, where a rule can tell."""
-        return None
+        return self.definitions.of(self, leaf)
 
     def cut_at(self, node: torch.fx.Node) -> None:
-        """From here on, `node` is a leaf of itself."""
-        self._env[node] = (self.leaf(node), self.versions.of(node))
+        """From here on, `node` and what it wrote into are leaves of themselves."""
+        for n in (node, *self.writes.targets.get(node, ())):
+            if isinstance(fake(n), torch.Tensor):
+                self._env[n] = (self.leaf(n), self.versions.of(n))
 
     def current(self, leaf: Term) -> bool:
         """Whether a leaf still reads what it read."""
@@ -215,7 +225,33 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
     walk, out = Walk(writes), Recognition()
     misses: list[Rejection] = []
     open_roots: dict[torch.fx.Node, Found] = {}
+
+    def block(root: torch.fx.Node, value: Val) -> bool:
+        """Whether the value that `root` made is a block's result: then it is a region."""
+        proved = match(walk, value)
+        if not isinstance(proved, Reject) and _seen_elsewhere(writes, root):
+            proved = Reject("the combined value lives in memory that is read under another name")
+        if isinstance(proved, Reject):
+            misses.append(Rejection(node=root, verdict=proved, where=where(root), progress=3))
+            return False
+        router = match_router(writes, walk, root, proved)
+        found = Found(
+            root=root,
+            match=proved,
+            router=router if isinstance(router, RouterMatch) else None,
+            router_why="" if isinstance(router, RouterMatch) else str(router),
+            where=where(root),
+        )
+        out.regions.append(found)
+        open_roots[root] = found
+        return True
+
+    ends: set[torch.fx.Node] = set()
     for node in gm.graph.nodes:
+        for root, value in ended(walk, node):
+            if root not in ends and block(root, value):
+                walk.cut_at(root)
+            ends.add(root)
         complaint = walk.visit(node)
         if complaint is None:  # a Reject is falsy
             complaint = _loose_end(walk, node)
@@ -231,37 +267,21 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
             walk.cut_at(node)
             continue
         value = walk.known(node)
-        if not isinstance(value, Val) or not collected(value.term):
-            continue
-        if not combined(value.term):  # one routed linear: experts of something else than an MLP
+        if isinstance(value, Val) and collected(value.term):
+            if combined(value.term):  # else one routed linear: experts of something else than an MLP
+                block(node, value)
             walk.cut_at(node)
-            continue
-        proved = match(walk, node, value)
-        if not isinstance(proved, Reject) and _seen_elsewhere(writes, node):
-            proved = Reject("the combined value lives in memory that is read under another name")
-        if isinstance(proved, Reject):
-            misses.append(Rejection(node=node, verdict=proved, where=where(node), progress=3))
-        else:
-            router = match_router(writes, walk, node, proved)
-            found = Found(
-                root=node,
-                match=proved,
-                router=router if isinstance(router, RouterMatch) else None,
-                router_why="" if isinstance(router, RouterMatch) else str(router),
-                where=where(node),
-            )
-            out.regions.append(found)
-            open_roots[node] = found
-        walk.cut_at(node)
+    out.regions.sort(key=lambda r: writes.position[r.root])
     out.rejections = _deepest(misses, out.regions)
     return out
 
 
 def _seen_elsewhere(writes: Writes, root: torch.fx.Node) -> bool:
-    """Whether a root that writes into a tensor (index_add_) writes memory that a view made before it shares."""
+    """Whether a root that writes into a tensor (index_add_) writes memory that is read later by a view made before."""
     targets = writes.targets.get(root, [])
     sharing = (n for memory in writes.of.get(root, ()) for n in writes.shared[memory] if n not in targets)
-    return any(writes.position[n] < writes.position[root] for n in sharing)
+    at = writes.position[root]
+    return any(writes.position[n] < at and any(writes.position.get(u, -1) > at for u in n.users) for n in sharing)
 
 
 def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found]) -> Found | None:

@@ -21,7 +21,7 @@ def _sum(c: Context, call: Call) -> Result:
     summed = Val(tuple(d for i, d in enumerate(v.dims) if i in which), v.term, v.dtype)
     keep = bool(call.get("keepdim"))
     kept = tuple(() if i in which else d for i, d in enumerate(v.dims) if keep or i not in which)
-    return Val(kept, c.terms.bind(call.op, tuple(summed.axes()), (v.term,), dtype=c.dtype), c.dtype)
+    return Val(kept, c.terms.bind(call.op, tuple(summed.every()), (v.term,), dtype=c.dtype), c.dtype)
 
 
 @rule("norm", cuts=True)
@@ -47,7 +47,7 @@ def _softmax(c: Context, call: Call) -> Result:
     d = dim(c, call.get("dim"), len(v.dims))
     body = Val((v.dims[d],), v.term, v.dtype)
     term = v.term if c.dtype == v.dtype else c.terms.make("cast", (v.term,), dtype=c.dtype)
-    axes = tuple(body.axes())
+    axes = tuple(body.every())
     out = c.terms.bind("softmax", axes, (term,), tuple(axis_index(a) for a in axes), dtype=c.dtype)
     return Val(v.dims, out, c.dtype)
 
@@ -64,6 +64,6 @@ def _amax(c: Context, call: Call) -> Result:
         raise Unproved("a maximum that keeps its dim")
     d = dim(c, call.get("dim"), len(v.dims))
     body = Val((v.dims[d],), v.term, v.dtype)
-    best = c.terms.bind("max", tuple(body.axes()), (v.term,), dtype=v.dtype)
+    best = c.terms.bind("max", tuple(body.every()), (v.term,), dtype=v.dtype)
     out = Val((*v.dims[:d], *v.dims[d + 1 :]), best, v.dtype)
     return (out, None) if isinstance(fake(c.node), tuple) else out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..algebra.affine import Affine, Axis, Size, axis_index, times
-from ..algebra.layout import Val, broadcast, decode, refresh, taken
+from ..algebra.layout import Dim, Ord, Val, broadcast, decode, number_of, picked_where, refresh, reshape, taken
 from ..algebra.terms import Term
 from ..canonical import Call
 from ..verdict import Unproved
+from .masks import mask_rows
 from .registry import Context, Result, dim, integer, is_zero, ordinary, rule, val
 
 
@@ -70,10 +73,13 @@ def _written(c: Context, base: Val, at: Val, source: Val, add: bool) -> Result:
     if where is None:
         raise Unproved("rows written at positions that depend on data")
     row_axes = Val((dims[0],), term, None).axes()
+    hit = picked_where(c.terms, dims[0][0]) if len(dims[0]) == 1 and isinstance(dims[0][0], Ord) else None
     used = {b for b, _ in where.items if isinstance(b, Axis)}
     kept = [a for a in row_axes if a in used]
     summed = tuple(a for a in row_axes if a not in used)
     order = bijection(where, kept, base.sizes[0])
+    if order is not None and hit is not None:
+        return _written_where(c, base, (tuple(order), *dims[1:]), term, hit, summed, add)
     if order is None or (summed and not add):
         raise Unproved("rows written at positions that are not proved distinct and complete", repr(where))
     if add:
@@ -81,6 +87,53 @@ def _written(c: Context, base: Val, at: Val, source: Val, add: bool) -> Result:
             raise Unproved("rows added onto values that are not zero")
         term = c.terms.bind("sum", summed, (term,), dtype=source.dtype)
     return Val((tuple(order), *dims[1:]), term, base.dtype)
+
+
+def _written_where(
+    c: Context, base: Val, dims: tuple[Dim, ...], term: Term, hit: Term, summed: tuple[Axis, ...], add: bool
+) -> Val:
+    """base with the routes that were hit added to, or put in place of, their rows."""
+    make, zero = c.terms.make, c.terms.const(0.0)
+    dims, (pair, old) = broadcast(c.terms, [Val(dims, make("pair", (hit, term)), base.dtype), base])
+    hit, term = pair.args
+    if not add:
+        if summed and not _once(c, hit, summed):
+            raise Unproved("rows written at positions that may coincide", repr(hit))
+        if is_zero(old):
+            add = True
+        elif term.op == "pw" and term.attr == "add" and old in term.args:  # out[rows] += value
+            term, add = term.args[1 - term.args.index(old)], True
+        elif summed:
+            raise Unproved("rows written at positions that are not proved distinct and complete", repr(hit))
+    if not add:
+        return Val(dims, make("pw", (hit, term, old), attr="where", dtype=base.dtype), base.dtype)
+    added = make("pw", (hit, term, zero), attr="where", dtype=base.dtype)
+    if summed:
+        added = c.terms.bind("sum", summed, (added,), dtype=base.dtype)
+    return Val(dims, added if is_zero(old) else make("pw", (old, added), attr="add", dtype=base.dtype), base.dtype)
+
+
+def _once(c: Context, hit: Term, summed: tuple[Axis, ...]) -> bool:
+    """Whether at most one of a token's choices is hit: they are distinct, and the test is for one expert."""
+    ids = hit.args[0]
+    along = c.distinct.get(ids.attr) if hit.op == "pw" and ids.op == "leaf" else None
+    return along is not None and ids.index[along] == number_of(summed)
+
+
+def _masked(c: Context, base: Val, mask: Val, source: Val) -> Val:
+    """base[mask] = source."""
+    rows = Val((mask_rows(c, mask), *((),) * (len(source.dims) - 1)), c.terms.const(0), torch.int64)
+    if len(source.dims) != 1 + len(base.dims) - len(mask.dims):
+        raise Unproved("a write of rows of another rank")
+    dims, (_, term) = broadcast(c.terms, [rows, source])
+    (found,) = dims[0]
+    assert isinstance(found, Ord)
+    lead = reshape(c.terms, Val((found.axes,), rows.term, torch.int64), mask.sizes)
+    if lead.axes() != list(found.axes):
+        raise Unproved("a mask over dims that are split elsewhere")
+    hit = picked_where(c.terms, found)
+    assert hit is not None
+    return _written_where(c, base, (*lead.dims, *dims[1:]), term, hit, (), add=False)
 
 
 @rule("setitem", "index_put", "index_copy")
@@ -97,6 +150,8 @@ def _setitem(c: Context, call: Call) -> Result:
                 raise Unproved("a write at an index of several parts")
             index = index[0]
     at, source = c.value(index), c.value(value)
+    if isinstance(at, Val) and isinstance(source, Val) and at.dtype == torch.bool and at.term.guarded:
+        return _masked(c, base, at, source)
     if not isinstance(at, Val) or not isinstance(source, Val):
         raise Unproved("a write of or at something that is not a tensor")
     return _written(c, base, at, source, add=bool(call.get("accumulate")))
@@ -120,21 +175,27 @@ def _scatter(c: Context, call: Call) -> Result:
     d = dim(c, call.get("dim"), len(base.dims))
     if isinstance(source, Val) and len(base.dims) == 1:
         return _written(c, base, at, source, add=False)
+    dims, ids = at.dims, at.term
     if isinstance(source, Val) and source.term.op == "const":
         value: Term = source.term
     elif isinstance(source, (int, float)):
         value = c.terms.const(source)
+    elif isinstance(source, Val) and source.sizes == at.sizes:
+        dims, (ids, value) = broadcast(c.terms, [at, source])
     else:
-        raise Unproved("a scatter of values that differ")
-    if c.cut:
+        raise Unproved("a scatter of part of a tensor")
+    if c.cut and (value.op == "const" or ids.op != "leaf"):
         return None
     if base.term.op != "const":
         raise Unproved("a scatter into values that are not constant")
-    others = tuple(() if i == d else x for i, x in enumerate(at.dims))
-    choices = Val((at.dims[d],), at.term, at.dtype).axes()
+    choices = Val((dims[d],), ids, at.dtype).axes()
+    if value.op != "const":
+        along = c.distinct.get(ids.attr) if ids.op == "leaf" else None
+        if along is None or ids.index[along] != number_of(choices):
+            raise Unproved("values scattered at places that may coincide", repr(ids))
     axis = Axis(base.sizes[d])
-    term = c.terms.bind("scat", tuple(choices), (at.term, value, base.term), (axis_index(axis),), dtype=base.dtype)
-    return Val(tuple((axis,) if i == d else x for i, x in enumerate(others)), term, base.dtype)
+    term = c.terms.bind("scat", tuple(choices), (ids, value, base.term), (axis_index(axis),), dtype=base.dtype)
+    return Val(tuple((axis,) if i == d else x for i, x in enumerate(dims)), term, base.dtype)
 
 
 @rule("scatter_add")

@@ -31,7 +31,10 @@ def _dot(c: Context, left: Val, right: Val, batch: int, left_in: int, right_in: 
 
 
 def contract(c: Context, axes: tuple[Axis, ...], a: Term, b: Term) -> Term:
-    """sum over `axes` of a * b, operands in a fixed order."""
+    """sum over `axes` of a * b, operands in a fixed order. Over the choices, or the experts that weights were scattered
+    over, it is a combination, as if spelled by a product and a sum."""
+    if axes and (a.chosen | b.chosen).issuperset(axes):
+        return c.terms.bind("sum", axes, (c.terms.make("pw", (a, b), attr="mul", dtype=c.dtype),), dtype=c.dtype)
     first, second = sorted((a, b), key=lambda t: t.id)
     return c.terms.bind("dot", axes, (first, second), dtype=c.dtype)
 
@@ -39,7 +42,7 @@ def contract(c: Context, axes: tuple[Axis, ...], a: Term, b: Term) -> Term:
 @rule("linear", cuts=True)
 def _linear(c: Context, call: Call) -> Result:
     x, w = val(c, call.get("input")), val(c, call.get("weight"))
-    if ordinary(x) and ordinary(w):
+    if not c.follow and ordinary(x) and ordinary(w):
         return None
     if len(w.dims) != 2:
         raise Unproved("a linear whose weight is not a matrix")
@@ -57,7 +60,7 @@ def _plus(c: Context, out: Val, bias: Val) -> Val:
 @rule("matmul", cuts=True)
 def _matmul(c: Context, call: Call) -> Result:
     a, b = val(c, call.get("input")), val(c, call.get("other"))
-    if ordinary(a) and ordinary(b):
+    if not c.follow and ordinary(a) and ordinary(b):
         return None
     if len(a.dims) < 2 or len(b.dims) < 2:
         raise Unproved("a product with a vector")
@@ -73,7 +76,7 @@ def _matmul(c: Context, call: Call) -> Result:
 def _einsum(c: Context, call: Call) -> Result:
     """Two operands, each letter at most once an operand; letters of both and not of the result are contracted."""
     operands = [val(c, o) for o in call.get("operands", ())]
-    if all(map(ordinary, operands)):
+    if not c.follow and all(map(ordinary, operands)):
         return None
     equation = str(call.args["equation"]).replace(" ", "")
     left, arrow, result = equation.partition("->")

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from ..activation import apply, const, pointwise_table
 from ..algebra.affine import Affine, as_size, divmod_affine
 from ..algebra.layout import Val, broadcast
 from ..algebra.terms import Term, Terms
 from ..canonical import Call
 from ..verdict import Unproved
-from .registry import Context, Result, cut_here, rule, val
+from .masks import expert_test, picked
+from .registry import Context, Result, cut_here, is_zero, rule, val
 
 # canonical op -> its tensor-or-number arguments; whatever else a call says must stand in _EXTRA
 _TWO = "add sub mul div floordiv remainder minimum maximum eq ne lt le gt ge bitwise_and bitwise_or"
@@ -38,6 +40,8 @@ _MAX_TERM = 400  # a bound on what one value may drag along; real blocks stay un
 
 @rule(*_ARGS, cuts=True)
 def _pointwise(c: Context, call: Call) -> Result:
+    if call.op == "where" and "input" not in call.args and "other" not in call.args:
+        return picked(c, val(c, call.get("condition")))
     names = _ARGS[call.op]
     for key, x in call.args.items():
         if key not in names and x not in _EXTRA.get(key, ()):
@@ -50,7 +54,8 @@ def _pointwise(c: Context, call: Call) -> Result:
     decided = _by_range(c, call.op, args)
     if decided is not None:
         return decided
-    if cut_here(c, *(v for v in vals if isinstance(v.dtype, torch.dtype))) and not _integers(c.terms, vals):
+    tested = _integers(c.terms, vals) or expert_test(c, call.op, [v.term for v in vals])
+    if not tested and cut_here(c, *(v for v in vals if isinstance(v.dtype, torch.dtype))):
         return None
     if sum(a.term.size for a in vals) > _MAX_TERM:
         raise Unproved("an expression too large to follow")
@@ -64,7 +69,25 @@ def _pointwise(c: Context, call: Call) -> Result:
         return Val(dims, known, c.dtype)
     if name == "gelu" and call.get("approximate") == "tanh":
         name = "gelu_tanh"
-    return Val(dims, _make(c.terms, name, operands, c.dtype), c.dtype)
+    return Val(dims, pushed(c.terms, name, operands, c.dtype) or _make(c.terms, name, operands, c.dtype), c.dtype)
+
+
+def pushed(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dtype) -> Term | None:
+    """Of a function of scattered values and numbers: the scatter of its values, into what the function makes of the
+    constant that fills the other places."""
+    scats = [o for o in operands if o is not None and o.op == "scat"]
+    rest = [o for o in operands if o is None or o.op not in ("scat", "const")]
+    if len(scats) != 1 or scats[0].args[1].op == "const" or rest or (name != "cast" and name not in pointwise_table()):
+        return None
+    (ids, value, base), (spread,) = scats[0].args, scats
+    filled = base.attr[1]
+    if name != "cast":
+        numbers = (base if o is spread else o for o in operands)
+        filled = apply(name, *(const(float(n.attr[1])) for n in numbers if n is not None)).value
+    inner = [value if o is spread else o for o in operands]
+    new = terms.make("cast", (value,), dtype=dtype) if name == "cast" else _make(terms, name, inner, dtype)
+    filled = torch.full((), filled, dtype=dtype, device="cpu").item()
+    return terms.make("scat", (ids, new, terms.const(filled)), spread.index, spread.bound, dtype=dtype)
 
 
 def _operand(c: Context, argument: Any) -> Val | None:
@@ -155,6 +178,15 @@ def _make(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dty
         return terms.make("pw", (x, x), attr="mul", dtype=dtype)
     if name == "reciprocal":
         return terms.make("pw", (terms.const(1), x), attr="div", dtype=dtype)
+    if name in ("eq", "ne") and x.op == "leaf" and len(operands) == 2 and operands[1] is not None:
+        number = _affine(operands[1])
+        if number is not None:
+            test = terms.equal(x, number, dtype)
+            return test if name == "eq" else terms.make("pw", (test,), attr="invert", dtype=dtype)
+    if name == "add":
+        kept = [o for o in operands if o is not None and not (is_zero(o))]
+        if len(kept) == 1 and kept[0].dtype == dtype:
+            return kept[0]
     if name == "masked_fill":
         return terms.make("pw", (operands[1], operands[2], x), attr="where", dtype=dtype)  # type: ignore[arg-type]
     return terms.make("pw", tuple(o for o in operands if o is not None), attr=name, dtype=dtype)
@@ -170,7 +202,7 @@ def _cast(c: Context, call: Call) -> Result:
         return Val(v.dims, v.term, new)
     if cut_here(c, v) and v.dtype not in _EXACT:
         return None
-    return Val(v.dims, c.terms.make("cast", (v.term,), dtype=new), new)
+    return Val(v.dims, pushed(c.terms, "cast", [v.term], new) or c.terms.make("cast", (v.term,), dtype=new), new)
 
 
 _EXACT = (torch.int32, torch.int64)  # ids and positions: a cast between these keeps the value

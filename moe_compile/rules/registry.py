@@ -26,8 +26,14 @@ class Context(Protocol):
     cut: bool
     """Whether values that no route touches are leaves of their own node. The router is read with cut=False."""
 
+    follow: bool
+    """Whether products that no route touches are followed too: where a leaf is opened."""
+
     selections: dict[torch.fx.Node, Val]
     """With cut=False: what each top-k chose from, by the node of its ids."""
+
+    distinct: dict[LeafKey, int]
+    """Along which of their dims the integers of a leaf are all different: that of a top-k."""
 
     ranges: dict[LeafKey, int]
     """Leaves whose integers are known to lie in [0, n): the indices of a top-k over n."""

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.fx
 
-from ..algebra.layout import Dim, Val, sliced, taken
+from ..algebra.layout import Dim, Val, sliced, taken, taken_at
 from ..canonical import Call
 from ..verdict import Unproved
 from .gather import index_cuts
+from .masks import taken_where
 from .registry import Context, Result, dim, number, parameter, rule, val
 
 
@@ -76,7 +77,11 @@ def index_tensor(c: Context, v: Val, index: tuple[Any, ...]) -> Result:
             at = c.value(item)
             if isinstance(at, Val):
                 if at.dtype in (torch.bool, torch.uint8):
-                    raise Unproved("a boolean mask as an index")
+                    if consumed != 1 or len(index) > 2:
+                        raise Unproved("a boolean mask beside other indices")
+                    if not at.term.guarded:
+                        raise Unproved("a boolean mask that is not of an expert's routes")
+                    return taken_where(c, v, at)
                 tensors.append((d, at))
                 d += 1
                 continue
@@ -89,7 +94,12 @@ def index_tensor(c: Context, v: Val, index: tuple[Any, ...]) -> Result:
         some_experts = c.cut and parameter(v) and len(v.dims) == len(out.dims) == 3 and v.sizes[0] != out.sizes[0]
         return None if some_experts else out
     if len(tensors) > 1:
-        raise Unproved("several tensors in one index")
+        places = [d for d, _ in tensors]
+        if places != list(range(places[0], places[0] + len(places))):
+            raise Unproved("several tensors in one index, not side by side")
+        if all(index_cuts(c, out, at) for _, at in tensors):
+            return None
+        return taken_at(c.terms, out, places[0], [at for _, at in tensors])
     where, at = tensors[0]
     if index_cuts(c, out, at):
         return None

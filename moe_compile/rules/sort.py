@@ -21,7 +21,7 @@ def _key(c: Context, v: Val) -> Term:
     t = v.term
     while t.op == "cast" and t.dtype in _WIDE and t.args[0].dtype in _INTEGERS:
         t = t.args[0]  # .float() of ids, before histc: exact below 2**24
-    return c.terms.bind("key", tuple(v.axes()), (t,))
+    return c.terms.bind("key", tuple(v.every()), (t,))
 
 
 _INTEGERS = (torch.int32, torch.int64, "int")
@@ -38,7 +38,7 @@ def _sort(c: Context, call: Call) -> Result:
         raise Unproved("a descending sort of expert ids")
     known = integer(c.terms, v.term)
     if known is not None:
-        order_axes = bijection(known, v.axes(), v.sizes[0])
+        order_axes = bijection(known, v.every(), v.sizes[0])
         if order_axes is None:
             raise Unproved("a sort of positions that are not a permutation")
         rows = v.dims[0]
@@ -75,7 +75,8 @@ def _topk(c: Context, call: Call) -> Result:
     if not c.cut and not call.get("largest", True):
         raise Unproved("a top-k of the smallest")
     if ids is not None and type(v.sizes[d]) is int:
-        c.ranges[c.leaf(ids).term.attr] = v.sizes[d]
+        key = c.leaf(ids).term.attr
+        c.ranges[key], c.distinct[key] = v.sizes[d], d
     if c.cut:
         return None, None
     if d != len(v.dims) - 1:

@@ -158,7 +158,8 @@ def _measured(
         if measures(setting.options, g.device) and not (whole and g.kept is not None):
             missing.append(g)
     if missing:
-        _measure(gm, inputs, graph, missing, plan, cache, setting)
+        with torch.no_grad():
+            _measure(gm, inputs, graph, missing, plan, cache, setting)
     for problem in cache.problems:
         if problem not in _told:
             _told.add(problem)

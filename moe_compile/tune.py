@@ -278,7 +278,11 @@ class _Bucket:
             rows = torch.linspace(0, self.T - 1, min(self.T, CHECKED_ROWS), device=batch.ids_TK.device).round().long()
             weights = None if batch.weights_TK is None else batch.weights_TK[rows]
             experts = ExpertWeights.of(self.spec, *batch.rest)
-            want = reference.experts(self.spec, batch.hidden_TH[rows], batch.ids_TK[rows], weights, experts)
+            operands = (batch.hidden_TH[rows], batch.ids_TK[rows], weights, experts)
+            # fp32 products may be tf32 ones if the user said so, which bf16 results don't notice
+            compute = torch.float64 if self.spec.x == "f32" else None
+            with torch.autocast(rows.device.type, enabled=False):
+                want = reference.experts(self.spec, *operands, compute=compute)
             self.want = (rows, want.double())
         return self.want
 

@@ -148,6 +148,12 @@ def test_a_wrong_result_never_wins_and_says_so(tmp_path: Path, caplog: pytest.Lo
     assert "wrong is left out for 8 tokens" in caplog.text
 
 
+def test_the_users_modes_do_not_spoil_the_comparison(tmp_path: Path) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (tuned,) = run(Cache(tmp_path), Clock())
+    assert [t.why for t in tuned.trials] == ["", ""] and all(t.error < 1e-6 for t in tuned.trials)
+
+
 def test_a_candidate_that_fails_is_noted(tmp_path: Path) -> None:
     (tuned,) = run(Cache(tmp_path), Clock(), *named("broken", "other"))
     assert str(tuned.chosen) == "other"

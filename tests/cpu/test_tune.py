@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,30 @@ def test_a_cached_result_is_the_measured_one(tmp_path: Path) -> None:
     assert entry is not None
     found = tune.tuned_of(entry, 8)
     assert found.cached and (found.chosen, found.trials, found.complete) == (tuned.chosen, tuned.trials, True)
+
+
+def test_compiling_runs_nothing() -> None:
+    """Inside, a launch only warms its kernel up; after it, it runs, and no trace of the first is left."""
+    pytest.importorskip("triton")
+    from moe_compile.kernels.launch import Bound, compiling
+
+    done: list[str] = []
+
+    class Kernel:
+        def warmup(self, *args: Any, grid: Any, **options: Any) -> None:
+            done.append(f"compiled {args[1:]} for {grid}")
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **options: done.append(f"run {args[1:]}")
+
+    bound = Bound(Kernel(), (16,), CPU)
+    with ThreadPoolExecutor(2) as pool:
+        with compiling(pool):
+            bound((1, 2), (torch.zeros(1), 7), (3,))
+        with pytest.raises(ZeroDivisionError), compiling(pool):
+            raise ZeroDivisionError
+    bound((1, 2), (torch.zeros(1), 7), (3,))
+    assert done == ["compiled (7, 3, 16, False) for (1, 2)", "run (7, 3, 16, False)"]
 
 
 # other processes

@@ -138,9 +138,12 @@ def _transform(
     plans: list[tuple[str, bool]] = []
     if wanted:
         plan = functools.partial(stage, "plan", _plan, options, launch_mode)
+        accounts: dict[int, tuple[Any, Any]] = {}  # regions of a spec share a choice
         for number, choice in stage("tune", _choose, gm, inputs, graph, wanted, plan, options, launch_mode).items():
             region, best = wanted[number], choice.plan or choice.planning.plan
-            device, buckets = stage("plan", _account, choice, best, region, launch_mode)
+            if id(choice) not in accounts:
+                accounts[id(choice)] = stage("plan", _account, choice, best, region, launch_mode)
+            device, buckets = accounts[id(choice)]
             journal.record(
                 Planned(
                     graph=graph, region=number, candidates=choice.planning.candidates, plan=str(best),
@@ -198,7 +201,19 @@ def _account(choice: Any, best: Any, region: Any, launch_mode: str) -> tuple[Any
     from .plan import account
 
     on, planning = facts(region.device), dataclasses.replace(choice.planning, plan=best)
-    return on, account(planning, region.spec.experts, on, mode=launch_mode, load=choice.load)
+    buckets = account(planning, region.spec.experts, on, mode=launch_mode, load=choice.load)
+    return on, tuple(_with_times(b, choice.trials[b.bound]) if b.bound in choice.trials else b for b in buckets)
+
+
+def _with_times(bucket: journal.Bucket, trials: tuple[journal.Trial, ...]) -> journal.Bucket:
+    """The bucket with what was measured as its offers."""
+    offers = [
+        journal.Offer(
+            candidate=t.candidate, predicted=1e-6 * t.predicted_us, measured=None if t.us is None else 1e-6 * t.us
+        )
+        for t in trials
+    ]
+    return dataclasses.replace(bucket, offers=tuple(sorted(offers, key=lambda o: o.predicted)))
 
 
 def _choose(

@@ -91,11 +91,15 @@ class _Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How a region was planned, for which load (None: uniform), and its plan or why it keeps its nodes."""
+    """How regions of a spec were planned, for which load (None: uniform), and their plan or why they keep their nodes.
+
+    trials: by bucket, what was measured there.
+    """
 
     planning: Planning
     load: Load | None
     plan: Plan | Reject
+    trials: Mapping[Bound, tuple[journal.Trial, ...]]
 
 
 def choose(
@@ -121,8 +125,12 @@ def choose(
             _agree(None, f"{type(error).__name__}: {error}", setting)
         raise
     chosen = _agree(groups, "", setting) if together else {}
-    of_region = {n: g for g in groups for n in g.regions}
-    return {n: Choice(planning=g.planning, load=g.load, plan=_plan_of(g, chosen)) for n, g in sorted(of_region.items())}
+    choices: dict[int, Choice] = {}
+    for g in groups:
+        trials = {bound: t.trials for bound, t in g.tuned.items()}
+        choice = Choice(planning=g.planning, load=g.load, plan=_plan_of(g, chosen), trials=trials)
+        choices.update(dict.fromkeys(g.regions, choice))
+    return dict(sorted(choices.items()))
 
 
 def _planned(regions: Mapping[int, Any], plan: Planner, copies_left: int) -> list[_Group]:

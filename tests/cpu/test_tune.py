@@ -340,6 +340,9 @@ def test_a_graph_is_measured_once_and_then_remembered(
     assert f"16:{BLOCKS}" in plan_of(events) or plan_of(events) == f"*:{BLOCKS}"
     (beside,) = [e for e in events if isinstance(e, journal.Beside)]
     assert (beside.kept, beside.tokens) == ("operator", 10)
+    (planned,) = [e for e in events if isinstance(e, journal.Planned)]
+    measured = {b.bound: {o.candidate: o.measured for o in b.offers} for b in planned.buckets}
+    assert measured[16] == {str(HIT): 1.0, str(BLOCKS): 0.5} and set(measured[1].values()) == {None}
 
     choose._caches.clear()  # as another process would start
     clock.asked.clear()

@@ -60,7 +60,14 @@ class Replay:
         graph up to the last of them. Unproved where the graph can't be run.
         """
         inputs = {**self.inputs, **(changed or {})}
-        written = {memory for memories in self.writes.of.values() for memory in memories}
+        # What a higher-order operator is given it may write as far as one can tell; copying all that goes through a
+        # checkpoint, weights among it, is no way, so there the guard alone decides.
+        written = {
+            memory
+            for n, memories in self.writes.of.items()
+            if not isinstance(n.target, torch._ops.HigherOrderOperator)
+            for memory in memories
+        }
         for n in self.gm.graph.nodes:
             if n.op == "get_attr" and storage(n) in written:
                 raise Unproved("the graph writes into an attribute of its own", n.name)
@@ -181,12 +188,18 @@ class _Runner(torch.fx.Interpreter):
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that would write the memories `kept`."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, kept: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            if "mutation" in str(func):  # a user's Triton kernel, which names what it writes in its own way
+                raise RuntimeError(f"{func} may write into an input of the graph")
+            return func(*args, **kwargs)
         schema = func._schema
         if schema.is_mutable:
             for position, argument in enumerate(schema.arguments):

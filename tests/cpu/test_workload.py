@@ -202,6 +202,25 @@ def test_modes_that_the_graph_enters_are_left_when_the_run_stops_inside() -> Non
     assert states[0] == states[1]
 
 
+def test_higher_order_operators_run_too_and_copy_no_weights() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+    from torch.utils.checkpoint import checkpoint
+
+    class Flex(Model):
+        def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+            x = self.embedding(input_ids)
+            q = x.view(1, 1, -1, H)
+            x = x + flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s * 0.5).view(-1, H)
+            x = checkpoint(lambda y: F.layer_norm(y @ self.positions.weight.T @ self.positions.weight, (H,)), x,
+                           use_reentrant=False)  # fmt: skip
+            return self.blocks[0](x)
+
+    model = Flex()
+    w = the(collected(model, ids_of(), places()))
+    assert w.kind == VARIED, w.why
+    assert w.pools[0].rest[0][0].data_ptr() == model.blocks[0].gate_up.data_ptr()
+
+
 def test_a_block_alone_gets_drawn_hidden_states() -> None:
     block = GatheredBlock()
     w = the(collected(block, torch.full((6, H), 2.0)))

@@ -384,15 +384,14 @@ class Writes:
         while todo:
             while todo:
                 n = todo.pop()
-                if (
-                    n not in inside
-                    and n not in leaves
-                    and n in self.position
-                    and n.op not in ("placeholder", "get_attr")
-                ):
+                computed = n in self.position and n.op not in ("placeholder", "get_attr")
+                if computed and n not in inside and n not in leaves:
                     inside.add(n)
                     todo.extend(n.all_input_nodes)
             memory = {storage(n) for n in inside}
-            written = (w for m in memory for w in self.to.get(m, ()) if w not in inside)
-            todo = [w for w in written if self.position[w] <= last and memory.issuperset(self.of[w])]
+            written = [w for m in memory for w in self.to.get(m, ()) if w not in inside]
+            for w in written:
+                if self.position[w] <= last and memory.issuperset(self.of[w]):
+                    inside.add(w)
+                    todo.extend(w.all_input_nodes)
         return self.ordered(inside)

@@ -96,6 +96,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "bincount": ("input weights minlength", "bincount"),
     "cumsum": ("input dim dtype", "cumsum"),
     "one_hot": ("input num_classes", "one_hot"),
+    "searchsorted": ("sorted_sequence input out_int32 right side sorter", "searchsorted"),
     "nonzero": ("input as_tuple", "nonzero"),
     "any": ("input dim keepdim", "any"),
     # products and reductions

@@ -14,6 +14,6 @@ __all__ = ["CUTS", "RULES", "Context", "Result", "Value", "load", "rule"]
 
 def load() -> dict[str, object]:
     """Import every rule file (they register themselves) and return the table."""
-    from . import combine, create, gather, linear, masks, pointwise, select, sort, views  # noqa: F401
+    from . import combine, counts, create, gather, linear, masks, pointwise, select, sort, views  # noqa: F401
 
     return dict(RULES)

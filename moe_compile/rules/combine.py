@@ -7,6 +7,7 @@ from ..algebra.layout import Val
 from ..canonical import Call
 from ..nodes import fake
 from ..verdict import Unproved
+from .counts import counts_of
 from .registry import Context, Result, cut_here, dim, dims, rule, val
 
 
@@ -21,6 +22,9 @@ def _sum(c: Context, call: Call) -> Result:
     summed = Val(tuple(d for i, d in enumerate(v.dims) if i in which), v.term, v.dtype)
     keep = bool(call.get("keepdim"))
     kept = tuple(() if i in which else d for i, d in enumerate(v.dims) if keep or i not in which)
+    counted = counts_of(c, v.term, tuple(summed.every())) if call.op == "sum" else None
+    if counted is not None:
+        return Val(kept, counted, c.dtype)
     return Val(kept, c.terms.bind(call.op, tuple(summed.every()), (v.term,), dtype=c.dtype), c.dtype)
 
 

@@ -33,7 +33,7 @@ def _empty(c: Context, call: Call) -> Result:
 def _arange(c: Context, call: Call) -> Result:
     bounds = [number(c, b) for b in call.get("bounds", ())] or [number(c, call.get("end"))]
     start, step = (bounds[0], bounds[2] if len(bounds) > 2 else 1) if len(bounds) > 1 else (call.get("start", 0), 1)
-    if start != 0 or step != 1 or c.dtype.is_floating_point:
+    if type(start) is not int or step != 1 or c.dtype.is_floating_point:
         return None
     dims, index = new_axes(c.sizes)
-    return Val(dims, c.terms.integer(index[0] if index else Affine.of(0)), c.dtype)
+    return Val(dims, c.terms.integer(index[0] + Affine.of(start)), c.dtype)

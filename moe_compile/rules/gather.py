@@ -9,6 +9,7 @@ from ..algebra.layout import Dim, Ord, Val, broadcast, decode, number_of, picked
 from ..algebra.terms import Term
 from ..canonical import Call
 from ..verdict import Unproved
+from .counts import counted
 from .masks import mask_rows
 from .registry import Context, Result, dim, integer, is_zero, ordinary, rule, val
 
@@ -162,7 +163,7 @@ def _index_add(c: Context, call: Call) -> Result:
     base, at, source = (val(c, call.get(n)) for n in ("input", "index", "source"))
     if dim(c, call.get("dim"), len(base.dims)) != 0 or call.get("alpha", 1) != 1:
         raise Unproved("rows added along another dim, or scaled")
-    return _written(c, base, at, source, add=True)
+    return counted(c, base, at, source) or _written(c, base, at, source, add=True)
 
 
 @rule("scatter")
@@ -204,6 +205,9 @@ def _scatter_add(c: Context, call: Call) -> Result:
     base, at, source = (val(c, call.get(n)) for n in ("input", "index", "src"))
     if dim(c, call.get("dim"), len(base.dims)) != 0 or len(at.dims) != len(base.dims):
         raise Unproved("rows added along another dim")
+    counts = counted(c, base, at, source)
+    if counts is not None:
+        return counts
     rows = Val((at.dims[0],), at.term, at.dtype)
     if not at.term.free <= set(rows.axes()) or at.sizes != source.sizes:
         raise Unproved("a scatter whose index differs along the row")

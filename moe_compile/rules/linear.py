@@ -72,6 +72,18 @@ def _matmul(c: Context, call: Call) -> Result:
     return _dot(c, a, b, batch, len(a.dims) - 1, batch)
 
 
+@rule("addmm", "baddbmm", cuts=True)
+def _added(c: Context, call: Call) -> Result:
+    """input + a @ b."""
+    a, b = (val(c, call.get(f"{'mat' if call.op == 'addmm' else 'batch'}{n}")) for n in (1, 2))
+    if not c.follow and ordinary(a) and ordinary(b):
+        return None
+    if call.get("beta", 1) != 1 or call.get("alpha", 1) != 1:
+        raise Unproved("a product and a sum that are scaled")
+    batch = len(a.dims) - 2
+    return _plus(c, _dot(c, a, b, batch, batch + 1, batch), val(c, call.get("input")))
+
+
 @rule("einsum", cuts=True)
 def _einsum(c: Context, call: Call) -> Result:
     """Two operands, each letter at most once an operand; letters of both and not of the result are contracted."""

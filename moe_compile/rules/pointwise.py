@@ -12,6 +12,7 @@ from ..algebra.layout import Val, broadcast
 from ..algebra.terms import Term, Terms
 from ..canonical import Call
 from ..verdict import Unproved
+from .counts import WIDE
 from .masks import expert_test, picked
 from .registry import Context, Result, cut_here, is_zero, rule, val
 
@@ -198,7 +199,8 @@ def _cast(c: Context, call: Call) -> Result:
     new = c.dtype
     if new == v.dtype:
         return v
-    if new in _EXACT and v.dtype in _EXACT:
+    kept = WIDE if v.term.op in ("count", "offsets") else _EXACT
+    if new in kept and v.dtype in kept:
         return Val(v.dims, v.term, new)
     if cut_here(c, v) and v.dtype not in _EXACT:
         return None

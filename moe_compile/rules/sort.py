@@ -8,24 +8,12 @@ import torch
 import torch.fx
 
 from ..algebra.affine import Affine, Axis, axis_index
-from ..algebra.layout import Ord, Order, Val, new_axes, number_of, position
-from ..algebra.terms import Term
+from ..algebra.layout import Ord, Order, Val, number_of, position
 from ..canonical import Call
 from ..verdict import Unproved
+from .counts import key_of
 from .gather import bijection
-from .registry import Context, Result, dim, integer, number, ordinary, rule, static_int, val
-
-
-def _key(c: Context, v: Val) -> Term:
-    """The multiset of a vector's values, as a term without free axes over its rows."""
-    t = v.term
-    while t.op == "cast" and t.dtype in _WIDE and t.args[0].dtype in _INTEGERS:
-        t = t.args[0]  # .float() of ids, before histc: exact below 2**24
-    return c.terms.bind("key", tuple(v.every()), (t,))
-
-
-_INTEGERS = (torch.int32, torch.int64, "int")
-_WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)  # they hold every id and every count
+from .registry import Context, Result, dim, integer, rule, static_int, val
 
 
 @rule("sort", "argsort")
@@ -55,7 +43,7 @@ def _sort(c: Context, call: Call) -> Result:
     if not v.plain:
         raise Unproved("a sort of rows that are sorted already")
     digits = tuple(a for a in v.axes())
-    order = Order(c.node.name, _key(c, v), tuple(a.size for a in digits))
+    order = Order(c.node.name, key_of(c, v), tuple(a.size for a in digits))
     dims = (((Ord(order, digits),) if digits else ()),)
     permutation = Val(dims, c.terms.integer(number_of(digits)), torch.int64)
     return permutation if call.op == "argsort" else (Val(dims, v.term, v.dtype), permutation)
@@ -108,44 +96,3 @@ def _at(c: Context, v: Val, d: int, at: Val) -> Result:
     if len(chosen) != 1 or not isinstance(chosen[0], Axis):
         return None
     return Val(at.dims, c.terms.substitute(v.term, {chosen[0]: c.terms.value(at.term)}), v.dtype)
-
-
-@rule("histc")
-def _histc(c: Context, call: Call) -> Result:
-    """Counts of integers in [0, bins): histc(ids.float(), bins=E, min=0, max=E - 1 or E)."""
-    v = val(c, call.get("input"))
-    if len(v.dims) != 1:
-        return None
-    bins, low, high = (number(c, call.get(n, d)) for n, d in (("bins", 100), ("min", 0), ("max", 0)))
-    if type(bins) is not int or low != 0 or high not in (bins - 1, bins):
-        raise Unproved("a histogram whose bins are not one per expert", f"bins={bins}, min={low}, max={high}")
-    source = v.term.args[0] if v.term.op == "cast" else v.term
-    if v.dtype not in _WIDE or source.dtype not in _INTEGERS:
-        return None
-    dims, index = new_axes((bins,))
-    return Val(dims, c.terms.make("count", index=index, attr=_key(c, v), dtype="int"), v.dtype)
-
-
-@rule("bincount")
-def _bincount(c: Context, call: Call) -> Result:
-    v = val(c, call.get("input"))
-    size = c.sizes[0]
-    if call.get("weights") is not None or type(size) is not int:
-        raise Unproved("a bincount of unknown length or with weights")
-    dims, index = new_axes((size,))
-    return Val(dims, c.terms.make("count", index=index, attr=_key(c, v), dtype="int"), c.dtype)
-
-
-@rule("cumsum")
-def _cumsum(c: Context, call: Call) -> Result:
-    v = val(c, call.get("input"))
-    count = v.term.args[0] if v.term.op == "cast" else v.term
-    if count.op != "count":
-        if ordinary(v):
-            return None
-        raise Unproved("a running sum over routes")
-    if v.dtype not in _WIDE or c.dtype not in _WIDE:
-        raise Unproved("offsets in a dtype that doesn't hold them", f"counts {v.dtype}, offsets {c.dtype}")
-    if len(v.dims) != 1 or count.index != tuple(map(axis_index, v.axes())):
-        raise Unproved("a running sum over a part of the counts, or along another dim", repr(count.index))
-    return Val(v.dims, c.terms.make("offsets", index=count.index, attr=count.attr, dtype="int"), c.dtype)

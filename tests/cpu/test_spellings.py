@@ -10,6 +10,7 @@ import graphs
 import pytest
 import torch
 import torch.nn.functional as F
+from blocks import grouped
 
 from moe_compile.recognize import recognize
 
@@ -341,6 +342,124 @@ def a_slice_of_another_expert(x, router, gate_up, down, scale, bias):
         g, u = F.linear(x, gate_up[e]).chunk(2, dim=-1)
         out = out + F.linear(F.silu(g) * u, down[(e + 1) % E]) * (w * (ids == e)).sum(-1, keepdim=True)
     return out
+
+
+# --- offsets of sorted rows -------------------------------------------------------------------------------------------
+
+
+def in_order(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, offsets: Callable[..., Tensor], **other: Any
+) -> Any:
+    """Rows in expert order; offsets(flat ids, sorted ids) says where each expert's rows end."""
+    w, ids = route(x, router)
+    flat = ids.reshape(-1)
+    ordered, perm = torch.sort(flat, stable=True)
+    ends = offsets(flat, ordered)
+    rows = x[perm // K]
+    if "inside" in other:
+        rows = rows * w.reshape(-1)[perm].unsqueeze(-1)
+    g, u = grouped(rows, gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
+    y = grouped(F.silu(g) * u, down.transpose(1, 2), ends)
+    if "inside" not in other:
+        y = y * w.reshape(-1)[perm].unsqueeze(-1)
+    return torch.zeros_like(x).scatter_add(0, (perm // K).reshape(-1, 1).expand(-1, H), y)
+
+
+@spelling(stacked, E=E, weight="output")
+def counted_by_a_histogram_up_to_e(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.histc(flat.float(), bins=E, min=0, max=E).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends)
+
+
+@spelling(stacked, E=E, weight="output")
+def counted_by_one_hot(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: F.one_hot(flat, num_classes=E).sum(0).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends)
+
+
+@spelling(stacked, E=E, weight="output")
+def counted_by_comparison(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: (flat[:, None] == torch.arange(E)).sum(0).cumsum(0, dtype=torch.int32)
+    return in_order(x, router, gate_up, down, ends)
+
+
+@spelling(stacked, E=E, weight="output")
+def counted_by_adding_ones(x, router, gate_up, down, scale, bias):
+    def ends(flat: Tensor, ordered: Tensor) -> Tensor:
+        counts = torch.zeros(E, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat))
+        return counts.cumsum(0).to(torch.int32)
+
+    return in_order(x, router, gate_up, down, ends)
+
+
+@spelling(stacked, E=E, weight="output")
+def ends_searched_in_sorted_ids(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.searchsorted(ordered, torch.arange(E), right=True).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends)
+
+
+@spelling(stacked, E=E, weight="input")
+def weighted_before_the_experts(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.histc(flat.float(), bins=E, min=0, max=E).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends, inside=True)
+
+
+OFFSETS = "offsets that are not proved to be the running count of the expert ids"
+
+
+@miss(stacked, OFFSETS)
+def starts_instead_of_ends(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.searchsorted(ordered, torch.arange(E)).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends)
+
+
+@miss(stacked, OFFSETS)
+def searched_in_unsorted_ids(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.searchsorted(flat, torch.arange(E), right=True).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends)
+
+
+@miss(stacked, OFFSETS)
+def counts_of_twice_the_ones(x, router, gate_up, down, scale, bias):
+    def ends(flat: Tensor, ordered: Tensor) -> Tensor:
+        counts = torch.zeros(E, dtype=torch.int64).scatter_add_(0, flat, torch.ones_like(flat) * 2)
+        return counts.cumsum(0).to(torch.int32)
+
+    return in_order(x, router, gate_up, down, ends)
+
+
+@miss(stacked, "rows are sorted by other ids than the offsets count")
+def counts_of_the_first_choices(x, router, gate_up, down, scale, bias):
+    def ends(flat: Tensor, ordered: Tensor) -> Tensor:
+        return F.one_hot(flat.view(-1, K)[:, :1].reshape(-1), num_classes=E).sum(0).cumsum(0).to(torch.int32)
+
+    return in_order(x, router, gate_up, down, ends)
+
+
+# --- combinations and weights in one product --------------------------------------------------------------------------
+
+
+@spelling(stacked, weight="output")
+def combined_by_einsum(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    g, u = torch.einsum("th,tkgh->tkg", x, gate_up[ids]).chunk(2, dim=-1)
+    return torch.einsum("tk,tkh->th", w, torch.einsum("tki,tkhi->tkh", F.silu(g) * u, down[ids]))
+
+
+@spelling(stacked, weight="output")
+def combined_by_bmm(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    g, u = torch.einsum("th,tkgh->tkg", x, gate_up[ids]).chunk(2, dim=-1)
+    y = torch.einsum("tki,tkhi->tkh", F.silu(g) * u, down[ids])
+    return torch.bmm(w.unsqueeze(1), y).squeeze(1)
+
+
+@miss(stacked, "")
+def combined_with_the_choices_reversed(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    g, u = torch.einsum("th,tkgh->tkg", x, gate_up[ids]).chunk(2, dim=-1)
+    y = torch.einsum("tki,tkhi->tkh", F.silu(g) * u, down[ids])
+    return torch.einsum("tk,sjh->th", w, y)
 
 
 # --- the tests --------------------------------------------------------------------------------------------------------

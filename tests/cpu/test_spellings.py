@@ -242,6 +242,38 @@ def routes_written_by_a_mask(x, router, *weights):
     return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
 
 
+@spelling(listed, tensors="listed", E=E)
+def tokens_that_any_choice_hits(x, router, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        mine = ids == e
+        hit = mine.any(dim=-1)
+        out[hit] = out[hit] + expert(x[hit], weights, e) * (w * mine).sum(-1)[hit].unsqueeze(-1)
+    return out
+
+
+@spelling(listed, tensors="listed", E=E)
+def rows_put_with_accumulation(x, router, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = (ids == e).nonzero(as_tuple=True)
+        out = out.index_put((t,), expert(x[t], weights, e) * w[t, k].unsqueeze(-1), accumulate=True)
+    return out
+
+
+@spelling(listed, tensors="listed", E=E)
+def rows_added_by_scatter(x, router, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = torch.where(ids == e)
+        y = expert(x.index_select(0, t), weights, e) * w[t, k].unsqueeze(-1)
+        out = out.scatter_add(0, t.unsqueeze(-1).expand(-1, H), y)
+    return out
+
+
 @spelling(biased, tensors="listed", E=E, bias="both", act="geglu")
 def linears_with_biases(x, router, *weights):
     w, ids = route(x, router)
@@ -321,6 +353,26 @@ def the_last_experts_rows_unwritten(x, router, *weights):
     for e in range(E - 1):
         y[flat == e] = expert(rows[flat == e], weights, e)
     return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
+
+
+@miss(listed, "an expert's output is masked by the choices of another")
+def tokens_that_another_choice_hits(x, router, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        hit = (ids == (e + 1) % E).any(dim=-1)
+        out[hit] = out[hit] + expert(x[hit], weights, e) * (w * (ids == e)).sum(-1)[hit].unsqueeze(-1)
+    return out
+
+
+@miss(listed, "")
+def rows_put_without_accumulation(x, router, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        t, k = torch.where(ids == e)
+        out = out.index_put((t,), expert(x[t], weights, e) * w[t, k].unsqueeze(-1))
+    return out
 
 
 @miss(listed, "the experts' output is not a linear")

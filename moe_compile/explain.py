@@ -17,7 +17,7 @@ from typing import Any
 
 from . import journal
 from .journal import Where
-from .spec import MoESpec
+from .spec import ExpertsSpec, MoESpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +265,7 @@ def _region_lines(same: list[Region]) -> list[str]:
     e = first.spec.experts
     lines.append(
         f"  computes    {e.K} of {e.E} experts a token, {e.H} -> {e.I} -> {e.H}, {e.act.name}, weights in {e.x}"
+        + _kept(e)
     )
     lines.append(f"  spec        {e}")
     if first.spec.router:
@@ -352,6 +353,12 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of columns as wide as they need be; numbers to the right, the last column as it is."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join((*(f"{c:>{w}}" for c, w in zip(row[:-1], widths)), row[-1])).rstrip() for row in rows]
+
+
+def _kept(e: ExpertsSpec) -> str:
+    """Where the weights are, and what happens to an expert's output, if either is not as usual."""
+    listed = ", each expert in tensors of its own" if e.tensors == "listed" else ""
+    return listed + (", its output normalized" if e.post != "none" else "")
 
 
 def _rejection_lines(same: list[Rejection]) -> list[str]:

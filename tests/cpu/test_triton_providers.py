@@ -87,3 +87,12 @@ def test_importing_providers_needs_no_triton():
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.split("\n")[:2] == ["triton is not installed"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"tensors": "listed"}, "experts in tensors of their own"), ({"post": "rms"}, "a norm of each expert's output")],
+)
+def test_what_the_kernels_do_not_read_is_refused_for_its_reason(fields, reason):
+    for provider in BOTH:
+        assert reason in str(provider.supports(qwen3_30b(**fields), DEVICE))

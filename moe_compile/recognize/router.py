@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -50,10 +50,9 @@ def match_router(writes: Writes, walk: Walk, root: torch.fx.Node, block: Match) 
     """The router of a block, or why its nodes stay."""
     if block.weights is None:
         return Reject("the block has no routing weights")
-    if isinstance(block.weights, Computed):
-        return Reject("the block computes its routing weights from the router's itself")
+    made = block.weights.nodes.values() if isinstance(block.weights, Computed) else (block.weights,)
     try:
-        nodes = _slice(writes, root, (block.ids, block.weights))
+        nodes = _slice(writes, root, (block.ids, *made))
         return _read(walk, nodes, block)
     except Unproved as m:
         return m.verdict
@@ -99,9 +98,11 @@ class _Router:
 
     def __init__(self, walk: Walk, nodes: list[torch.fx.Node], block: Match) -> None:
         self.walk, self.terms, self.nodes, self.block = walk, walk.terms, nodes, block
-        weights, ids = walk.value(block.weights), walk.value(block.ids)
+        ids = walk.value(block.ids)
+        weights = self._made(block.weights, ids)
         if not isinstance(weights, Val) or not isinstance(ids, Val) or weights.sizes != ids.sizes:
             raise Unproved("weights and ids differ in shape")
+        self.out = weights.dtype
         w, self.ids = self._without_skips(self._named(weights, ids), ids.term)
         if self.ids.op != "leaf" or self.ids.attr.node not in walk.selections:
             raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
@@ -129,7 +130,7 @@ class _Router:
             E=self.choice.E, K=self.block.spec.K, score=score, score_dtype=_short(self.dtype), bias=bias is not None,
             **self.choice.fields, values=values, renorm=renorm, eps=eps, scale=scale,
             expert_scale=expert_scale is not None, logits=_short(fake(logits).dtype),
-            out=_short(fake(self.block.weights).dtype),  # type: ignore[arg-type]
+            out=_short(self.out),
         )  # fmt: skip
         for leaf in leaves(body), [t for t in (bias, expert_scale) if t is not None]:
             late = [t for t in leaf if not self.walk.current(t)]
@@ -139,6 +140,16 @@ class _Router:
         return RouterMatch(spec=spec, logits=logits, bias=bias_node, expert_scale=scale_node, nodes=tuple(self.nodes))
 
     # names
+
+    def _made(self, weights: torch.fx.Node | Computed | None, ids: Any) -> Any:
+        """The weights' value; where the block computes them of the router's, over the ids' axes."""
+        if not isinstance(weights, Computed):
+            return self.walk.value(weights)
+        leaves = {leaf: (self.walk.value(node), ids) for leaf, node in weights.nodes.items()}
+        if not all(isinstance(v, Val) for pair in leaves.values() for v in pair):
+            raise Unproved("weights and ids differ in shape")
+        named = {leaf: self._named(*pair) for leaf, pair in leaves.items()}
+        return Val(ids.dims, self.terms.rewrite(weights.term, named.get), weights.term.dtype)
 
     def _named(self, weights: Val, ids: Val) -> Term:
         """The weights' term over the ids' axes."""

@@ -547,3 +547,16 @@ def test_a_near_miss_is_refused_for_its_reason(name: str) -> None:
     assert not found.regions
     said = [str(r.verdict) for r in found.rejections]
     assert any(reason in text for text in said), said
+
+
+def test_the_router_of_weights_that_the_block_computes() -> None:
+    """No node holds sigmoid(logits[t, ids[t, k]]): the operator's weights are computed, or made by `route`."""
+    program, make, _ = SPELLINGS["dense_weighted_at_the_input"]
+    graph = graphs.trace(program, make())
+    (region,) = recognize(graph).regions
+    assert region.spec.router is not None
+    assert (region.spec.router.score, region.spec.router.renorm) == ("topk_sigmoid", "none")
+    for route_by in ("op", "nodes"):
+        call = graphs.replaced(graph, route=route_by)
+        for got, want in zip(outcomes(call, make()), outcomes(program, make()), strict=True):
+            torch.testing.assert_close(got, want)

@@ -22,7 +22,10 @@ from moe_compile.providers import copied_bytes, providers, stored
 from moe_compile.spec import ExpertsSpec, Layout
 
 GPU = torch.device("cuda", 0)
-DEFAULT = {"flashinfer_cute_dsl_sm90": "(PICK=128_128_64_1_128_64_1_1_0)"}  # its tuner takes 20 s
+DEFAULT = {  # their tuners take 20 s and 8 s a size
+    "flashinfer_cute_dsl_sm90": "(PICK=128_128_64_1_128_64_1_1_0)",
+    "flashinfer_frost_low_latency": "(PICK=ffma_1_4)",
+}
 BACKENDS = [name for name in providers() if name.startswith(("flashinfer", "cudnn_frost"))]
 BOUND = 1.1  # times the error of torch's bf16 path
 

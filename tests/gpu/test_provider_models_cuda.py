@@ -45,7 +45,7 @@ def greedy(model: Any, forward: Any, prompt: torch.Tensor, new: int) -> tuple[li
 
 
 def compiled(model: Any, name: str, mode: str | None, copies: int) -> Any:
-    options = {"moe.provider": FORCED[name], "moe.weight_copy_bytes": copies, "moe.strict": True}
+    options = {"moe.provider": FORCED[name], "moe.weight_copy_bytes": copies, "moe.strict": True, "moe.tune": "off"}
     return torch.compile(model, backend=functools.partial(moe_backend, mode=mode, options=options), fullgraph=True)
 
 

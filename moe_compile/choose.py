@@ -25,7 +25,7 @@ from .hardware import Device
 from .nodes import fake
 from .options import Options, cache_folder
 from .plan import OPEN_BUCKET, TOKEN_BUCKETS, Planning
-from .providers import Candidate, Plan, Priced, providers
+from .providers import Candidate, Plan, Priced, keep_in, providers
 from .replay import fingerprint
 from .spec import ExpertsSpec
 from .tune import Clock, Tuned, key_of, remembered, tune, tuned_of
@@ -57,9 +57,8 @@ class _Group:
         self.spec, self.device, self.copies_left, self.planning = spec, device, copies_left, planning
         self.load: Load | None = None
         self.regions: dict[int, Any] = {}
-        # The bytes were budgeted for the predicted plan, so no provider may come in that copies more.
-        planned = {candidate.provider for _, candidate in planning.plan.buckets}
-        self.permitted = {n for n, p in providers().items() if n in planned or not p.copies(spec)}
+        # Planning budgeted the bytes of some providers, so none may come in that copies more.
+        self.permitted = {n for n, p in providers().items() if n in planning.within or not p.copies(spec)}
         self.predicted = planning.lists
         # Who competes is part of the cache's keys: the same whatever load a workload shows later.
         self.names = {p.candidate.provider for b in TOKEN_BUCKETS for p in self.offers(b)}
@@ -315,6 +314,7 @@ def cache_of(options: Options) -> Cache:
     folder = cache_folder(options.cache)
     if folder not in _caches:
         _caches[folder] = Cache(folder)
+        keep_in(folder)
     return _caches[folder]
 
 

@@ -33,13 +33,15 @@ class Planning:
     lists: for each bucket (its bound, None for the last) the short list, cheapest first, then those without a price
     that can be relied on: what tuning measures.
     candidates: a line a provider ("triton_grouped: ok", "aten: Reject ...") and a line for each candidate left out.
-    copied_bytes: of weights that the plan's providers keep in layouts of their own.
+    copied_bytes: of weights that `within`, the plan's providers and those that tuning may choose instead, keep in
+    layouts of their own.
     """
 
     plan: Plan
     lists: dict[int | None, tuple[Priced, ...]]
     candidates: tuple[str, ...]
     copied_bytes: int = 0
+    within: frozenset[str] = frozenset()
 
 
 def plan_experts(
@@ -65,8 +67,11 @@ def plan_experts(
     }
     lines = [f"{name}: {verdict}" for name, verdict in verdicts.items()]
     able = tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n)) or ("aten",)
-    measured = tuple(n for n, p in providers().items() if not p.priced and verdicts[n])
     wish = wish if wish is not None and verdicts[wish.provider] else None
+    measured: tuple[str, ...] = ()
+    for name in (n for n, p in providers().items() if not p.priced and verdicts[n] and not wish):
+        if copied_bytes((*measured, name), spec) <= weight_copy_bytes:  # all of them may end up in one plan
+            measured += (name,)
     lists: dict[int | None, tuple[Priced, ...]] = {}
     for bound in TOKEN_BUCKETS:
         T, forced = bound or OPEN_BUCKET, (wish.provider,) if wish else ()
@@ -79,11 +84,13 @@ def plan_experts(
                 lines += [line] if line not in lines else []
         if not fits:
             raise ValueError(f"no candidate of {', '.join(able)} is left for {T} tokens of {spec}")
-        unpriced = () if wish else shortlist(spec, device, T, measured, mode=mode, load=load)
+        unpriced = shortlist(spec, device, T, measured, mode=mode, load=load)
         lists[bound] = (*fits[:limit], *unpriced)
     plan = Plan.of((bound, ranked[0].candidate) for bound, ranked in lists.items())
-    used = dict.fromkeys(candidate.provider for _, candidate in plan.buckets)
-    return Planning(plan=plan, lists=lists, candidates=tuple(lines), copied_bytes=copied_bytes(used, spec))
+    within = frozenset((*measured, *(candidate.provider for _, candidate in plan.buckets)))
+    return Planning(
+        plan=plan, lists=lists, candidates=tuple(lines), copied_bytes=copied_bytes(within, spec), within=within
+    )
 
 
 def _copies(needed: int, allowed: int) -> Verdict:

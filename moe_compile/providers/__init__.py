@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate", "ExpertWeights", "Launcher", "Plan", "Priced", "Provider", "Tactic", "Unserved", "Work",
-    "copied_bytes", "launcher", "providers",
+    "copied_bytes", "keep_in", "launcher", "providers",
 ]  # fmt: skip
 
 
@@ -64,6 +64,13 @@ def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launche
 def copied_bytes(names: Iterable[str], spec: ExpertsSpec) -> int:
     """Bytes that these providers keep of a block's weights in layouts of their own; what they share counts once."""
     return sum({k: v for name in names for k, v in providers()[name].copies(spec).items()}.values())
+
+
+def keep_in(folder: str) -> None:
+    """Where the libraries' own tuners keep their results, beside ours; "" for nowhere."""
+    from . import flashinfer_api
+
+    flashinfer_api.tuning_folder = folder
 
 
 @lru_cache(256)

@@ -15,7 +15,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..hardware import Device
@@ -182,7 +181,7 @@ class FlashInfer(Provider):
             x = x if x.data_ptr() % 16 == 0 else x.clone()
             pick = fixed if fixed is not None else ready.picks.get(self.bucket(T))
             if pick is None or (self.compiles(T), pick) not in ready.compiled:
-                pick = self._warm(ready, fixed, x, ids_TK, w_TK, packed, None)
+                pick = self._warm(ready, fixed, x, ids_TK, w_TK, packed)
             weights = self._weights(ready, packed)
             ids, w = self._routes(spec, ids_TK, w_TK)
             return self._call(ready, x, ids, w, weights, pick)
@@ -195,19 +194,18 @@ class FlashInfer(Provider):
 
     def warm(
         self, packed: ExpertWeights, tactic: Tactic, spec: ExpertsSpec, T: int,
-        inputs: tuple[Tensor, Tensor, Tensor | None], cache: Path | None = None,
+        inputs: tuple[Tensor, Tensor, Tensor | None],
     ) -> Tactic:  # fmt: skip
         """Prepare T tokens: lay out weights, compile, and where the tactic is empty run FlashInfer's tuner on `inputs`
-        (hidden, ids, weights, of T rows). The tactic to use. cache: its JSON file, read before and written after.
+        (hidden, ids, weights, of T rows). The tactic to use.
         """
         assert inputs[0].shape[0] == T
         ready = _ready(self, spec, inputs[0].device)
-        pick = self._warm(ready, self.pick(tactic), *inputs, packed, cache)
+        pick = self._warm(ready, self.pick(tactic), *inputs, packed)
         return Tactic.of(PICK=pick_text(pick))
 
     def _warm(
         self, ready: Ready, fixed: Any, x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights,
-        cache: Path | None,
     ) -> Any:  # fmt: skip
         if fi.capturing():
             what = "run the model once at this size before the graph is captured"
@@ -223,7 +221,7 @@ class FlashInfer(Provider):
             routes = self._routes(spec, ids, w)
             pick = fixed if fixed is not None else ready.picks.get(self.bucket(T))
             if pick is None:
-                pick = self._tune(ready, x, *routes, weights, cache)
+                pick = self._tune(ready, x, *routes, weights)
                 ready.picks[self.bucket(T)] = pick
             self._call(ready, x, *routes, weights, pick)  # compiles, allocates what it keeps
             ready.compiled.add((self.compiles(T), pick))
@@ -296,12 +294,12 @@ class FlashInfer(Provider):
         """The weights by the runner's names."""
         return {"fc1_expert_weights": weights.gate_up[0], "fc2_expert_weights": weights.down}
 
-    def _tune(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights, cache: Path | None) -> Any:
+    def _tune(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights) -> Any:
         """FlashInfer's tuner on these tensors; the tactic that it measured as the fastest."""
         runner = ready.runner
         inputs = runner.pack_inputs(*self._packs(ready, x, ids, w, weights))
         return _choose(
-            f"moe_{runner.backend_key}", runner, runner.tuning_config_for(inputs), inputs, cache,
+            f"moe_{runner.backend_key}", runner, runner.tuning_config_for(inputs), inputs,
             **runner.launch_kwargs_for(inputs),
         )  # fmt: skip
 
@@ -329,14 +327,13 @@ def _number(text: str) -> int | str:
     return int(text) if text.lstrip("-").isdigit() else text
 
 
-def _choose(op: str, runner: Any, tuning: Any, inputs: Any, cache: Path | None, **launch: Any) -> Any:
+def _choose(op: str, runner: Any, tuning: Any, inputs: Any, **launch: Any) -> Any:
     tuner = fi.module("autotuner")
-    path = None if cache is None else str(cache)
     log = logging.getLogger("flashinfer.jit")
     level = log.level
     log.setLevel(max(level, logging.WARNING))  # it announces each start and end
     try:
-        with tuner.autotune(True, cache=path):
+        with tuner.autotune(True, cache=fi.tuning_file()):
             _, tactic = tuner.AutoTuner.get().choose_one(
                 custom_op=op, runners=[runner], tuning_config=tuning, inputs=inputs, **launch
             )

@@ -8,6 +8,7 @@ and 480 MB); `installed` reads package metadata only. Facts are of FlashInfer 0.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ NEEDED = (0, 7, 4)
 INSTALL = 'pip install "flashinfer-python>=0.7.4"'
 CEILING = 1 << 20  # most tokens of a call; FlashInfer allocates by the bucket of a call, not by this
 _T = TypeVar("_T")
+tuning_folder = ""  # where FlashInfer's tuner keeps its results; "": in this process only
 
 # Our activation names -> FlashInfer's class and its parameters. swiglu_oai: gate * sigmoid(alpha * gate) * (up + 1).
 _ACTIVATIONS: dict[str, tuple[str, dict[str, str | float]]] = {
@@ -145,6 +147,16 @@ def package_needed(package: str, least: tuple[int, ...]) -> Verdict:
         have = "not installed" if found is None else ".".join(map(str, found))
         return Reject(f"{package} is missing", f'{have}; pip install "{package}>={wanted}"')
     return OK
+
+
+def tuning_file() -> str | None:
+    """FlashInfer's own cache file, of this version; None where it has no folder that can be written."""
+    try:
+        if tuning_folder:
+            os.makedirs(tuning_folder, exist_ok=True)
+    except OSError:
+        return None
+    return os.path.join(tuning_folder, f"flashinfer-{version('flashinfer-python')}.json") if tuning_folder else None
 
 
 def aside(work: Callable[[], _T], device: torch.device) -> _T:

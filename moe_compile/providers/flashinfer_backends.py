@@ -5,7 +5,6 @@ Limits are those that FlashInfer enforces only once it is called, each with its 
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..operands import ExpertWeights
@@ -66,9 +65,9 @@ class Cutlass(FlashInfer):
         runner.build()
         return runner
 
-    def _tune(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights, cache: Path | None) -> Any:
+    def _tune(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights) -> Any:
         try:
-            return super()._tune(ready, x, ids, w, weights, cache)
+            return super()._tune(ready, x, ids, w, weights)
         finally:
             # Calls bring a workspace of their own; the runner's, and the profiler's in the C++ object that it shares
             # with others, go (58 MB at 1024 tokens of qwen3_30b). Both are made again where they are needed.
@@ -151,7 +150,7 @@ class CuteDslSm90(FlashInfer):
         tile, m1, n1, swizzle, m2, n2, c1, c2, raster = parts
         return tile, ((m1, n1), swizzle), ((m2, n2), (c1, c2), bool(raster))
 
-    def _tune(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights, cache: Any) -> Any:
+    def _tune(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights) -> Any:
         import torch
 
         sm90, tuner = fi.module("fused_moe.cute_dsl.sm90_fused_moe"), fi.module("autotuner")
@@ -159,7 +158,6 @@ class CuteDslSm90(FlashInfer):
         with tuner.autotune(True, tuning_buckets=(self.bucket(x.shape[0]),), round_up=True):
             return _choose(
                 sm90._sm90_moe_autotune_op_name(int(ready.act.type)), ready.runner, ready.runner.tuning_config, inputs,
-                cache,
             )  # fmt: skip
 
     def _call(self, ready: Ready, x: Tensor, ids: Tensor, w: Tensor, weights: ExpertWeights, pick: Any) -> Tensor:

@@ -19,10 +19,11 @@ from moe_compile.hardware import named
 from moe_compile.kernels.merge import merge_routes_torch
 from moe_compile.operands import ExpertWeights
 from moe_compile.plan import COPIES, plan_experts
-from moe_compile.providers import base, copied_bytes, flashinfer, launcher, providers
+from moe_compile.providers import base, copied_bytes, flashinfer, keep_in, launcher, providers
 from moe_compile.providers import flashinfer_api as fi
 from moe_compile.providers.base import Candidate, Tactic, Unserved
 from moe_compile.providers.flashinfer import FlashInfer, pick_text
+from moe_compile.providers.stored import Stored
 from moe_compile.spec import ExpertsSpec, Layout
 from moe_compile.verdict import OK, Reject
 
@@ -307,7 +308,7 @@ class Fake(FlashInfer):
         self.did.append("runner")
         return object()
 
-    def _tune(self, ready, x, ids, w, weights, cache):
+    def _tune(self, ready, x, ids, w, weights):
         self.did.append(f"tune {len(x)}")
         return ("best", len(x))
 
@@ -383,11 +384,32 @@ def test_it_competes_by_measurement_only(monkeypatch):
     monkeypatch.setattr(Fake, "supports", lambda *args: OK)
     monkeypatch.setitem(providers(), "fake", Fake())
     planning = plan_experts(QWEN3, H200, weight_copy_bytes=1 << 40)
-    assert "fake" not in str(planning.plan) and planning.copied_bytes == 0
+    assert "fake" not in str(planning.plan)
+    assert "fake" in planning.within and planning.copied_bytes == copied_bytes(planning.within, QWEN3)
     for bound, ranked in planning.lists.items():
         assert [p.candidate.provider for p in ranked].count("fake") == (bound is not None and bound <= 8)
         assert providers()[ranked[0].candidate.provider].priced
     assert not any("fake" in str(p.candidate) for ranked in plan_experts(QWEN3, H200).lists.values() for p in ranked)
+
+
+def test_candidates_share_the_budget(monkeypatch):
+    """Two layouts of their own, and bytes for one: the second does not compete. A third that shares the first does."""
+    for name, at in (("first", Stored()), ("second", Stored(block=32)), ("third", Stored(multiple=128))):
+        fake = Fake()
+        fake.name, fake.stored, fake.available, fake.supports = name, at, lambda: OK, lambda *args: OK
+        monkeypatch.setitem(providers(), name, fake)
+    one = copied_bytes(["first"], QWEN3)
+    planning = plan_experts(QWEN3, H200, weight_copy_bytes=one)
+    assert planning.within & {"first", "second", "third"} == {"first", "third"} and planning.copied_bytes == one
+    assert plan_experts(QWEN3, H200, weight_copy_bytes=2 * one).copied_bytes == 2 * one
+
+
+def test_the_librarys_results_are_kept_beside_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(fi, "tuning_folder", "")
+    assert fi.tuning_file() is None
+    monkeypatch.setattr(fi, "version", lambda package: "0.7.4")
+    keep_in(str(tmp_path))
+    assert fi.tuning_file() == str(tmp_path / "flashinfer-0.7.4.json")
 
 
 def test_warm_returns_the_tactic_to_use(fake):
@@ -428,7 +450,7 @@ def test_a_tuner_that_measures_nothing_is_not_believed(monkeypatch):
 
     monkeypatch.setattr(fi, "module", lambda name: SimpleNamespace(autotune=autotune, AutoTuner=Nothing))
     with pytest.raises(Unserved, match="measured no tactic"):
-        flashinfer._choose("op", None, None, [], None)
+        flashinfer._choose("op", None, None, [])
 
 
 @pytest.mark.parametrize(

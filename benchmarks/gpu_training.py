@@ -42,17 +42,15 @@ from moe_compile.spec import ExpertsSpec, torch_dtype
 
 # (M, N, K, warps, stages, SWAP, TMA, GROUP_M)
 VARIANTS: dict[str, list[tuple[int, ...]]] = {
-    "fc1": [(128, 128, 64, 8, 4, 1, 1, 8), (128, 128, 64, 8, 3, 0, 1, 8), (128, 128, 64, 8, 4, 0, 1, 8),
-            (128, 128, 64, 8, 3, 0, 0, 8), (128, 128, 64, 8, 4, 1, 1, 32)],
-    "fc2": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 32)],
-    "act": [(128, 128, 64, 8, 4, 0, 1, 8), (128, 128, 64, 4, 4, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8),
-            (128, 128, 64, 8, 4, 1, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 8),
-            (128, 128, 64, 8, 3, 0, 1, 8), (128, 128, 64, 8, 4, 0, 0, 8)],
-    "dx": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 4, 0, 1, 8),
-           (128, 256, 64, 8, 4, 0, 1, 32), (128, 256, 64, 8, 4, 0, 0, 8), (128, 256, 64, 8, 4, 1, 1, 8)],
-    "ddown": [(128, 256, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 8), (256, 128, 64, 8, 3, 0, 1, 8),
-              (128, 128, 64, 4, 3, 0, 1, 8), (128, 128, 64, 4, 2, 0, 1, 8), (128, 128, 32, 4, 4, 0, 1, 8),
-              (128, 128, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 32), (128, 256, 32, 8, 6, 0, 1, 8)],
+    "fc1": [(128, 128, 64, 8, 4, 1, 1, 8), (128, 128, 64, 8, 4, 0, 1, 8), (128, 64, 64, 4, 3, 0, 1, 8)],
+    "fc2": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8)],
+    "act": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8),
+            (128, 128, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 3, 1, 1, 8), (128, 256, 64, 8, 4, 1, 1, 8),
+            (128, 256, 64, 8, 4, 0, 1, 2), (128, 64, 64, 4, 3, 0, 1, 8)],
+    "dx": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8)],
+    "ddown": [(128, 256, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8),
+              (128, 128, 64, 4, 2, 0, 1, 8), (128, 128, 32, 4, 4, 0, 1, 8), (128, 128, 32, 4, 5, 0, 1, 8),
+              (128, 256, 32, 8, 6, 0, 1, 8), (256, 128, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 2)],
 }  # fmt: skip
 VARIANTS["dgate_up"] = VARIANTS["ddown"]
 GEOMETRY = {name: gpu_kernels.GEOMETRIES[name] for name in ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b")}
@@ -84,7 +82,7 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         t = torch.empty(R, n, dtype=x.dtype, device=device)
         return t.normal_() if on_gpu else t
 
-    kept, a, sorted_x = rows(spec.G), rows(spec.I), rows(spec.H)
+    kept, a, y = rows(spec.G), rows(spec.I), rows(spec.H)
     common = {"choices": spec.K, "halves": spec.gate_up.halves}
     k_major, down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
 
@@ -105,8 +103,7 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         "dx": lambda tile: dx_routes(kept, p.gate_up, schedule, k_major=k_major, tile=tile),
         "ddown": sums(x_rows, Rows(of=a), down_k_major),
         "dgate_up": sums(Rows(of=kept), x_rows, k_major),
-        "dgate_up of sorted x": sums(Rows(of=kept), Rows(of=sorted_x), k_major),
-        "finalize": lambda tile: finalize(sorted_x, ids, w, spec.E, x.dtype),
+        "finalize": lambda tile: finalize(y, ids, w, spec.E, x.dtype),
         "sort": lambda tile: sort_routes(ids, spec.E, 128),
     }  # fmt: skip
 
@@ -150,8 +147,6 @@ def stages(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         row: dict[str, Any] = {"geometry": name, "T": T, "us": {}}
         for product, call in products.items():
             variants = VARIANTS.get(product.split()[0], [(128, 128, 64, 4, 3, 0, 0, 8)])
-            if product.endswith("sorted x"):  # nothing to fetch ahead
-                variants = [(128, 256, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8)]
             us = timer.medians({str(v): [lambda v=v, call=call: call(tile_of(v))] for v in variants}, rounds=5)
             work = flop(spec, T, product)
             ranked = sorted((u[0], v) for v, u in us.items())

@@ -6,14 +6,14 @@ In: as grouped.py. Out, for position p of the sorted routes, of token t, expert 
                 dgate_up_RG[p] = s dv (act_gate, act_up), s_act_RI[p] = s act, and in fp32 parts of dv . act by route
   dx_routes     dx_RH[route] = gate_up[e]^T dgate_up_RG[p]
 gate_up_RG and dgate_up_RG hold the rows in the native order of the weights' rows (two tensors: gate first), so that
-what multiplies them by weights or tokens need not know about halves.
+what multiplies them by weights or tokens need not know about halves. After the last rows of dgate_up_RG and s_act_RI
+there are BLOCK_M of zeros, as outer.py wants it.
 Invariants: as of grouped.py; the activation is computed again from gate_up_RG, rounded as the forward's was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +27,11 @@ from .launch import ceil_div, launch
 from .sort import Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class Halves:
-    """Where the gate and up rows of a first linear are: spec.HALVES as the kernels read it."""
-
-    gated: bool
-    interleaved: bool
-    gate_first: bool
-    second: int  # the second half's first row in memory, counted from the first's
-
-    @classmethod
-    def of(cls, halves: str, I: int) -> Halves:
-        interleaved = halves.endswith("interleaved")
-        second = 0 if halves in ("separate", "up") else 1 if interleaved else I
-        return cls(
-            gated=halves != "up", interleaved=interleaved, gate_first=not halves.startswith("up_gate"), second=second
-        )
+def _placed(halves: str, I: int) -> tuple[bool, bool, bool, int]:
+    """(gated, interleaved, gate first, the second half's first row counted from the first's) of spec.HALVES."""
+    interleaved = halves.endswith("interleaved")
+    second = 0 if halves in ("separate", "up") else 1 if interleaved else I
+    return halves != "up", interleaved, not halves.startswith("up_gate"), second
 
 
 @triton.jit
@@ -191,6 +180,7 @@ def _act_backward_kernel(
         dout_ptr, dout_rows, p < end, first, w, w, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
         I, H, False, False, False, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
     )  # fmt: skip
+    G: tl.constexpr = 2 * I if GATED else I
     rows = (p < end)[:, None]
     scale = tl.full((M_, 1), 1.0, tl.float32)
     if SCALE:
@@ -199,6 +189,13 @@ def _act_backward_kernel(
         dv, column * N_, p.to(tl.int64)[:, None], rows, scale, kept_ptr, dkept_ptr, act_ptr, I, GATED, INTERLEAVED,
         GATE_FIRST, ACT, BY_GATE, BY_UP, M_, N_,
     )  # fmt: skip
+    if m == tl.load(plan_ptr) - 1:  # after the last rows, zeros
+        q = end + tl.arange(0, M_)
+        after = (q < R)[:, None]
+        n, q = column * N_ + tl.arange(0, N_), q.to(tl.int64)[:, None]
+        zero = tl.zeros((M_, N_), act_ptr.dtype.element_ty)
+        tl.store(act_ptr + q * I + n[None, :], zero, mask=after & (n < I)[None, :])
+        _store_pair(dkept_ptr + q * G, zero, zero, n, I, after, GATED, INTERLEAVED, N_)
     if PARTS:
         tl.store(parts_ptr + column.to(tl.int64) * R + route, part, mask=p < end)
 
@@ -246,12 +243,13 @@ def fc1_kept(
     x's innermost stride is 1.
     """
     H, I = sizes
-    w, v, at = gate_up[0], gate_up[-1], Halves.of(halves, I)
+    w, v = gate_up[0], gate_up[-1]
+    gated, interleaved, gate_first, second = _placed(halves, I)
     tma = bool(tile.TMA) and tma_aligned(w) and tma_aligned(v)
-    paired = at.gated and (at.interleaved or (halves != "separate" and k_major and not tma))
+    paired = gated and (interleaved or (halves != "separate" and k_major and not tma))
     width = tile.BLOCK_N * (2 if paired else 1)
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
-    kept = torch.empty((schedule.R, 2 * I if at.gated else I), dtype=x_TH.dtype, device=x_TH.device)
+    kept = torch.empty((schedule.R, 2 * I if gated else I), dtype=x_TH.dtype, device=x_TH.device)
     out = torch.empty((schedule.R, I), dtype=x_TH.dtype, device=x_TH.device)
     bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
     assert x_TH.stride(1) == 1
@@ -263,8 +261,8 @@ def fc1_kept(
         x_TH.stride(0),
     )  # fmt: skip
     constants = (
-        w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0, at.second, choices, H, I,
-        at.gated, paired, at.interleaved, at.gate_first, k_major, bool(bias), weights_TK is not None, act,
+        w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0, second, choices, H, I,
+        gated, paired, interleaved, gate_first, k_major, bool(bias), weights_TK is not None, act,
         tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid = (schedule.bound * ceil_div(I, tile.BLOCK_N), 1)
@@ -286,7 +284,8 @@ def act_backward(
     # rows of the product are I, its depth H: down [E, H, I] has its rows innermost
     n_axis, k_axis = (2, 1) if k_major else (1, 2)
     H, I, R = down.shape[k_axis], down.shape[n_axis], schedule.R
-    at, columns = Halves.of(halves, I), ceil_div(I, tile.BLOCK_N)
+    gated, interleaved, gate_first, _ = _placed(halves, I)
+    columns = ceil_div(I, tile.BLOCK_N)
     tma = bool(tile.TMA) and tma_aligned(down)
     dkept = torch.empty_like(gate_up_RG)
     out = torch.empty((R, I), dtype=gate_up_RG.dtype, device=gate_up_RG.device)
@@ -298,8 +297,8 @@ def act_backward(
         schedule.plan, dout_TH.stride(0),
     )  # fmt: skip
     constants = (
-        down.stride(0), down.stride(n_axis), down.stride(k_axis), choices, H, I, at.gated, at.interleaved,
-        at.gate_first, not k_major, weights_TK is not None, parts, *acts, tile.GROUP_M, tma, bool(tile.SWAP),
+        down.stride(0), down.stride(n_axis), down.stride(k_axis), choices, H, I, gated, interleaved,
+        gate_first, not k_major, weights_TK is not None, parts, *acts, tile.GROUP_M, tma, bool(tile.SWAP),
         tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid, free = (schedule.bound * columns, 1), (schedule.bound, R)

@@ -6,8 +6,10 @@ In: operands over the sorted routes of a Schedule (position p), or over tokens (
   outer     out[e] = sum_p a[p]^T b[p], cast once
   row_sum   out[e] = sum_p w[p] a[p], cast once
   route_dots   for each route the sum of its parts, plus a row of one tensor times a row of another (of weights_TK)
-Invariants: one program makes an element, over positions in order: bitwise repeatable. No row outside [first, end) is
-used, not even times zero: rows past the last tile were never written.
+Invariants: one program makes an element, over positions in order: bitwise repeatable. `outer` multiplies up to BLOCK_K
+rows past `end` by zero: what is by position must be finite there, also past the last tile. (A row that isn't finite, of
+the next expert, spoils this one's sum as well as its own: masking both operands cost a step in registers, of 4 steps
+where an expert has 256 routes.)
 """
 
 from __future__ import annotations
@@ -54,15 +56,13 @@ def _spans_kernel(plan_ptr, spans_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def _rows_of(x_ptr, w_ptr, row, route, p, end, c, stride, COLUMNS: tl.constexpr, SCALE: tl.constexpr,
-             MASKED: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Columns c of x's rows at positions p, times the routes' weights; zero past `end` where MASKED."""
+             EVEN: tl.constexpr):  # fmt: skip
+    """Columns c of x's rows at positions p, times the routes' weights; zero past `end`."""
     at = x_ptr + row.to(tl.int64)[:, None] * stride + c[None, :]
-    if MASKED:
-        x = tl.load(at, mask=(p < end)[:, None] & (c < COLUMNS)[None, :], other=0.0)
-    elif EVEN:
-        x = tl.load(at)
+    if EVEN:
+        x = tl.load(at, mask=(p < end)[:, None], other=0.0)
     else:
-        x = tl.load(at, mask=(c < COLUMNS)[None, :], other=0.0)
+        x = tl.load(at, mask=(p < end)[:, None] & (c < COLUMNS)[None, :], other=0.0)
     if SCALE:
         w = tl.load(w_ptr + route, mask=p < end, other=0.0).to(tl.float32)
         x = (x.to(tl.float32) * w[:, None]).to(x_ptr.dtype.element_ty)
@@ -71,10 +71,10 @@ def _rows_of(x_ptr, w_ptr, row, route, p, end, c, stride, COLUMNS: tl.constexpr,
 
 @triton.jit(do_not_specialize=["bound"])
 def _outer_kernel(
-    a_ptr, a, b_ptr, b, route_weight_ptr, out_ptr, spans_ptr, plan_ptr, stride_a, stride_b, bound,
+    a_ptr, b_ptr, b, route_weight_ptr, out_ptr, spans_ptr, plan_ptr, stride_a, stride_b, bound,
     CHOICES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, stride_m: tl.constexpr, stride_n: tl.constexpr,
-    A_TOKENS: tl.constexpr, SCALE: tl.constexpr, A_TMA: tl.constexpr, B_TMA: tl.constexpr, GROUP_M: tl.constexpr,
-    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, TMA: tl.constexpr, GROUP_M: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr,
+    K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -89,27 +89,18 @@ def _outer_kernel(
     m, n, k = m0 + tl.arange(0, M_), n0 + tl.arange(0, N_), tl.arange(0, K_)
     first, end = tl.load(spans_ptr + 2 * e), tl.load(spans_ptr + 2 * e + 1)
     routes_ptr = plan_ptr + 4 + 4 * bound
-    whole = first + (end - first) // K_ * K_
     acc = tl.zeros((M_, N_), tl.float32)
     # a step's routes are fetched in the step before: a load that waits for another within a step halves the buffers
     route = tl.load(routes_ptr + first + k, mask=first + k < end, other=0)
-    for p0 in range(first, whole, K_):
-        if A_TMA:
-            x = a.load([p0, m0])
-        else:
-            row = route // CHOICES if A_TOKENS else p0 + k
-            x = _rows_of(a_ptr, route_weight_ptr, row, route, p0 + k, end, m, stride_a, M, SCALE, False, M % M_ == 0)
-        if B_TMA:
+    for p0 in range(first, end, K_):
+        p = p0 + k
+        x = _rows_of(a_ptr, route_weight_ptr, route // CHOICES, route, p, end, m, stride_a, M, SCALE, M % M_ == 0)
+        if TMA:
             y = b.load([p0, n0])
         else:
-            y = _rows_of(b_ptr, b_ptr, p0 + k, route, p0 + k, end, n, stride_b, N, False, False, N % N_ == 0)
+            y = _rows_of(b_ptr, b_ptr, p, route, p, end, n, stride_b, N, False, N % N_ == 0)
         acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
-        route = tl.load(routes_ptr + p0 + K_ + k, mask=p0 + K_ + k < end, other=0)
-    if whole < end:
-        row = route // CHOICES if A_TOKENS else whole + k
-        x = _rows_of(a_ptr, route_weight_ptr, row, route, whole + k, end, m, stride_a, M, SCALE, True, False)
-        y = _rows_of(b_ptr, b_ptr, whole + k, route, whole + k, end, n, stride_b, N, False, True, False)
-        acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
+        route = tl.load(routes_ptr + K_ + p, mask=K_ + p < end, other=0)
     out_ptrs = out_ptr + e.to(tl.int64) * (M * N) + m[:, None] * stride_m + n[None, :] * stride_n
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -130,7 +121,7 @@ def _row_sum_kernel(
     for p0 in range(first, end, K_):
         route = tl.load(routes_ptr + p0 + k, mask=p0 + k < end, other=0)
         row = route // CHOICES if TOKENS else p0 + k
-        x = _rows_of(a_ptr, a_ptr, row, route, p0 + k, end, n, stride_a, N, False, True, False).to(tl.float32)
+        x = _rows_of(a_ptr, a_ptr, row, route, p0 + k, end, n, stride_a, N, False, False).to(tl.float32)
         if SCALE:
             x *= tl.load(route_weight_ptr + route, mask=p0 + k < end, other=0.0).to(tl.float32)[:, None]
         acc += x
@@ -179,26 +170,26 @@ def spans(schedule: Schedule, E: int) -> torch.Tensor:
 def outer(a: Rows, b: Rows, schedule: Schedule, spans_E2: torch.Tensor, *, choices: int, tile: Tile) -> torch.Tensor:
     """out [E, M, N] in a's dtype, contiguous: sum over e's routes of a^T b, a [., M], b [., N], accumulated in fp32.
 
-    One of them at most is by token. `tile`: BLOCK_M of that one's columns (of a's, where there is none) x BLOCK_N of
-    the other's, BLOCK_K routes a step. TMA fetches what is by position.
+    One of them is by token. `tile`: BLOCK_M of that one's columns x BLOCK_N of the other's, BLOCK_K routes a step. TMA
+    fetches the other.
     """
     out = torch.empty((spans_E2.shape[0], a.of.shape[1], b.of.shape[1]), dtype=a.of.dtype, device=a.of.device)
     E, _, columns = out.shape
     left, right, strides = (b, a, (1, columns)) if b.tokens else (a, b, (columns, 1))
+    assert left.tokens
     assert not right.tokens
     assert right.weights_TK is None
     assert left.of.stride(1) == right.of.stride(1) == 1
     M, N = left.of.shape[1], right.of.shape[1]
-    box = (tile.BLOCK_K, tile.BLOCK_M), (tile.BLOCK_K, tile.BLOCK_N)
-    tma = [bool(tile.TMA) and not r.tokens and r.weights_TK is None and tma_aligned(r.of) for r in (left, right)]
-    x, y = (TensorDescriptor.from_tensor(r.of, list(box[i])) if tma[i] else r.of for i, r in enumerate((left, right)))
+    tma = bool(tile.TMA) and tma_aligned(right.of)
+    box = TensorDescriptor.from_tensor(right.of, [tile.BLOCK_K, tile.BLOCK_N]) if tma else right.of
     weights = left.of if left.weights_TK is None else left.weights_TK.contiguous()
     arguments = (
-        left.of, x, right.of, y, weights, out, spans_E2, schedule.plan, left.of.stride(0), right.of.stride(0)
+        left.of, right.of, box, weights, out, spans_E2, schedule.plan, left.of.stride(0), right.of.stride(0)
     )  # fmt: skip
     constants = (
-        choices, M, N, *strides, left.tokens, left.weights_TK is not None, *tma, tile.GROUP_M, tile.BLOCK_M,
-        tile.BLOCK_N, tile.BLOCK_K,
+        choices, M, N, *strides, left.weights_TK is not None, tma, tile.GROUP_M, tile.BLOCK_M, tile.BLOCK_N,
+        tile.BLOCK_K,
     )  # fmt: skip
     grid = (E * ceil_div(M, tile.BLOCK_M) * ceil_div(N, tile.BLOCK_N), 1)
     launch(_outer_kernel, grid, arguments, (schedule.bound,), constants, warps=tile.warps, stages=tile.stages)

@@ -1,0 +1,131 @@
+"""Training and routing on a CUDA device: gradients against fp64 beside torch's, repeatability, a compiled block, and the
+experts that torch.topk chooses."""
+
+import functools
+import math
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytest.importorskip("triton")
+
+from test_triton_kernels import GPU, OAI, draw, spec_of  # noqa: E402
+
+from moe_compile import journal, ops, reference  # noqa: E402
+from moe_compile.backend import moe_backend  # noqa: E402
+from moe_compile.operands import ExpertWeights  # noqa: E402
+from moe_compile.providers import aten_backward, triton_backward, triton_route  # noqa: E402
+from moe_compile.spec import Layout, RouterSpec, torch_dtype  # noqa: E402
+
+CASES = [
+    {},
+    {"gate_up": Layout(storage="EHG", halves="gate_up_interleaved"), "down": "EIH", "bias": "both", "act": OAI},
+    {"gate_up": Layout(halves="separate"), "act": "geglu"},
+    {"gate_up": Layout(halves="up"), "act": "relu2", "bias": "down"},
+    {"weight": "input", "K": 1, "bias": "gate_up"},
+    {"H": 1024, "I": 384},
+]
+
+
+@pytest.mark.parametrize("T", [5, 700])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_as_exact_as_torchs(case, T):
+    spec = spec_of(**case)
+    x, ids, w, p = draw(spec, T)
+    ids[0, 0] = spec.E
+    leaves = [x, w, *p.tensors()]
+    twin = [t.double().requires_grad_() for t in leaves]
+    lengths = [len(several) for several in p.arguments()[:-1]]
+    q = ExpertWeights.of(spec, *ops._split(twin[2:], lengths), None)
+    want = reference.experts(reference.exact(spec), twin[0], ids, twin[1], q)
+    dout = torch.randn_like(want).to(x.dtype)
+    wanted = torch.autograd.grad(want, twin, dout.double())
+    needs = [True] * len(leaves)
+    out, kept = triton_backward.forward(spec, x, ids, w, p)
+    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs)
+    again = triton_backward.backward(spec, dout, x, ids, w, p, None, needs)
+    base = aten_backward.backward(spec, dout, x, ids, w, p, needs)
+
+    def off(a: torch.Tensor, b: torch.Tensor) -> float:
+        return ((a.double() - b).norm() / b.norm()).item()
+
+    assert off(out, want) < 6e-3
+    for a, b, c, d in zip(got, again, base, wanted, strict=True):
+        assert torch.equal(a, b)
+        assert off(a, d) <= 1.1 * off(c, d) + 1e-4, (off(a, d), off(c, d))
+
+
+def test_dropped_routes_and_idle_experts():
+    spec = spec_of(bias="both", x="f16")
+    x, ids, w, p = draw(spec, 90)
+    ids[ids >= 5] = -1
+    for t in p.tensors():
+        t[5:] = math.nan
+    out, kept = triton_backward.forward(spec, x, ids, w, p)
+    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())))
+    assert all(g.isfinite().all() for g in (out, *grads))
+    assert all(not g[5:].any() for g in grads[2:])
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_compiled_block_trains(inner):
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(hidden_size=256, moe_intermediate_size=128, num_experts=16, num_experts_per_tok=4)
+    with GPU:
+        block = Qwen3MoeSparseMoeBlock(config).to(torch.float32)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.05)
+
+    def step(f):
+        block.zero_grad()
+        x = torch.randn(1, 200, 256, device=GPU, generator=torch.Generator(GPU).manual_seed(1)).requires_grad_()
+        out = f(x)
+        out = out[0] if isinstance(out, tuple) else out
+        out.square().sum().backward()
+        return [out, x.grad, *(q.grad for q in block.parameters())]
+
+    options = {"moe.inner": inner, "moe.strict": True}
+    with journal.capture() as events:
+        got = step(torch.compile(block, backend=functools.partial(moe_backend, options=options), dynamic=False))
+    plans = [e.plan for e in events if isinstance(e, journal.Planned)]
+    assert plans
+    assert all("triton" in plan for plan in plans)
+    for a, b in zip(got, step(block), strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+
+
+ROUTERS = [
+    RouterSpec(E=128, K=8, renorm="sum", logits="bf16", out="bf16"),
+    RouterSpec(E=60, K=4, score_dtype="f16", logits="f16", out="f16"),
+    RouterSpec(E=1000, K=32, logits="f32", renorm="sum_at_least_eps", eps=0.5),
+    RouterSpec(E=160, K=6, groups=8, top_groups=3, group_score="max", scale=16.0, logits="f32"),
+    RouterSpec(
+        E=256, K=8, score="sigmoid", bias=True, groups=8, top_groups=4, group_score="top2_sum", group_fill=-math.inf,
+        renorm="sum_plus_eps", eps=1e-20, scale=2.5, logits="f32",
+    ),
+    RouterSpec(E=256, K=6, score="sqrtsoftplus", bias=True, renorm="sum", scale=1.5, logits="f32"),
+    RouterSpec(E=32, K=4, score="topk_softmax", score_dtype="bf16", logits="bf16", out="bf16"),
+    RouterSpec(
+        E=64, K=12, groups=8, top_groups=1, group_score="max", values="choice", expert_scale=True, logits="bf16",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("spread", [1.5, 12.0])  # the second saturates: many equal scores
+@pytest.mark.parametrize("spec", ROUTERS, ids=str)
+def test_the_experts_that_torch_chooses(spec, spread):
+    torch.manual_seed(1)
+    logits = (spread * torch.randn(5000, spec.E, device=GPU)).to(torch_dtype(spec.logits))
+    bias = 0.3 * torch.randn(spec.E, device=GPU) if spec.bias else None
+    scale = torch.rand(spec.E, device=GPU) if spec.expert_scale else None
+    weights, ids = triton_route.route(spec, logits, bias, scale)
+    want_weights, want_ids = reference.route(spec, logits, bias, scale)
+    place, want_place = ids.argsort(1), want_ids.argsort(1)
+    assert torch.equal(ids.gather(1, place), want_ids.gather(1, want_place))
+    bound = {"bf16": 2**-7, "f16": 2**-10, "f32": 1e-6}[spec.out]
+    torch.testing.assert_close(weights.gather(1, place), want_weights.gather(1, want_place), rtol=bound, atol=0)

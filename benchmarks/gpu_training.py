@@ -27,8 +27,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import gpu_kernels
 from gpu_kernels import Timer, spec_of, tokens_of, weights_of
 
-from moe_compile import reference
+from moe_compile import ops, reference  # noqa: F401  (ops registers the operators)
 from moe_compile.activation import derivative
+from moe_compile.hardware import facts
 from moe_compile.kernels import launch
 from moe_compile.kernels.backward import act_backward, dx_routes, fc1_kept
 from moe_compile.kernels.epilogue import epilogue
@@ -203,13 +204,22 @@ def check(name: str, T: int = 300) -> list[Any]:
     return rows
 
 
-def ours(spec: ExpertsSpec, keep: bool) -> Any:
+def ours(spec: ExpertsSpec) -> Any:
+    tactic = triton_grouped.TritonGrouped().tactics(spec, facts(torch.device("cuda")), 4096)[0][0]
+    plan = f"*:triton_grouped({tactic})"
+
+    def call(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
+        return torch.ops.moe_compile.experts(x, ids, w, [gate_up], [down], [], [], None, str(spec), plan)
+
+    return by_autograd(call)
+
+
+def recomputing(spec: ExpertsSpec) -> Any:
+    """The same with gate_up_RG computed again."""
+
     def step(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, p: ExpertWeights, dout: torch.Tensor) -> Any:
-        out, kept = triton_backward.forward(spec, x, ids, w, p)
-        kept = kept if keep else None
-        yield out
-        needs = [True] * (2 + len(p.tensors()))
-        yield triton_backward.backward(spec, dout, x, ids, w, p, kept, needs)
+        yield triton_backward.forward(spec, x, ids, w, p)[0]
+        yield triton_backward.backward(spec, dout, x, ids, w, p, None, [True] * (2 + len(p.tensors())))
 
     return step
 
@@ -275,7 +285,7 @@ def totals(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         inputs = (x, ids, w, p, torch.randn_like(x))
         torch._dynamo.reset()
         steps = {
-            "moe": ours(spec, True), "moe, recomputing": ours(spec, False),
+            "moe": ours(spec), "moe, recomputing": recomputing(spec),
             "HF grouped_mm, Inductor": by_autograd(hf(spec)), "torch._grouped_mm": by_autograd(grouped_mm(spec)),
         }  # fmt: skip
         row: dict[str, Any] = {"geometry": name, "E": spec.E, "K": spec.K, "H": spec.H, "I": spec.I, "T": T}

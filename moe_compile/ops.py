@@ -5,8 +5,8 @@ any device at every stage (eager, fake, functionalized, inference_mode, autocast
 dtypes, so autocast is off inside. The plan picks a kernel by the real token count. Gradients of gradients raise.
 
 Where a gradient is wanted, `experts` is `experts_training`, which also returns what the backward reads beside the
-inputs: gate_up_RG (T*K x G in spec.x) where a plan's Triton kernels train the spec, else no rows, and aten's backward
-computes all of it again.
+inputs: gate_up_RG (T*K x G in spec.x) where a plan's Triton kernels train the spec, whose backward is two operators
+(triton_backward.py has why); else no rows, and `experts_backward` (aten's) computes all of it again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _OPERANDS = (
 for _schema in (
     f"experts({_OPERANDS}, str plan) -> Tensor",
     f"experts_training({_OPERANDS}, str plan) -> (Tensor, Tensor)",
-    f"experts_backward(Tensor grad, {_OPERANDS}, Tensor? kept, str plan, bool[] needs) -> Tensor[]",
+    f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]",
+    f"experts_backward_down(Tensor grad, {_OPERANDS}, Tensor? kept, bool[] needs) -> Tensor[]",
+    f"experts_backward_gate_up(Tensor dgate_up, {_OPERANDS}, bool[] needs) -> Tensor[]",
     "route(Tensor logits, Tensor? bias, Tensor? expert_scale, str spec) -> (Tensor, Tensor)",
     "route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? expert_scale, str spec, bool[] needs) -> Tensor[]",
 ):
@@ -141,10 +143,10 @@ def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
 
 
 def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *single, post_scale, ctx.spec, ctx.plan = inputs
+    *single, post_scale, ctx.spec, plan = inputs
     hidden, ids, weights, *lists = single
     ctx.lengths = list(map(len, lists))
-    call = _call(ctx.spec, ctx.plan, hidden.device)
+    call = _call(ctx.spec, plan, hidden.device)
     operands = (*lists, post_scale)
     kept = output[1] if call.trains(ExpertWeights.of(call.spec, *operands)) else None
     ctx.set_materialize_grads(False)
@@ -159,8 +161,18 @@ def _experts_grads(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
     of_hidden, _, of_weights, *of_lists, of_scale, _, _ = ctx.needs_input_grad
     needs = [of_hidden, of_weights, *(n for several in of_lists for n in several)]
     needs += [] if post_scale is None else [of_scale]
-    operands = (hidden, ids, weights, *lists, post_scale, ctx.spec, kept, ctx.plan)
-    grads = iter(torch.ops.moe_compile.experts_backward(grad, *operands, needs))
+    operands, namespace = (hidden, ids, weights, *lists, post_scale, ctx.spec), torch.ops.moe_compile
+    if kept is None:
+        found = namespace.experts_backward(grad, *operands, needs)
+    else:
+        down = triton_backward.of_down(*_packed(operands[3:]))
+        here = [n and d for n, d in zip(needs, down, strict=True)]
+        dgate_up, *first = namespace.experts_backward_down(grad, *operands, kept, here)
+        del kept  # and autograd's hold of it, unless the graph is retained
+        ctx.maybe_clear_saved_tensors()
+        second = namespace.experts_backward_gate_up(dgate_up, *operands, [n and not d for n, d in zip(needs, down)])
+        found = triton_backward.merged(first, second, needs, down)
+    grads = iter(found)
     d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
     d_scale = None if post_scale is None else each.pop()
     return d_hidden, None, d_weights, *_split(each, ctx.lengths), d_scale, None, None
@@ -171,24 +183,60 @@ def _split(several: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
     return [[next(found) for _ in range(n)] for n in lengths]
 
 
+def _packed(operands: Sequence[Any]) -> tuple[ExpertsSpec, ExpertWeights]:
+    """(spec, weights) of an operator's arguments from gate_up to spec."""
+    *tensors, text = operands
+    spec = ExpertsSpec.parse(text)
+    return spec, ExpertWeights.of(spec, *tensors)
+
+
 def _experts_backward(grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> list[Tensor]:
     """The gradients of [hidden, weights, *gate_up, *down, *gate_up_bias, *down_bias, post_scale if there] that `needs`
-    names. kept: gate_up_RG of experts_training; without it, it is computed again."""
-    *operands, spec, kept, plan, needs = rest
-    call = _call(spec, plan, hidden.device)
+    names."""
+    *operands, needs = rest
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        packed = ExpertWeights.of(call.spec, *operands)
-        if call.trains(packed):
-            return triton_backward.backward(call.spec, grad, hidden, ids, weights, packed, kept, needs)
-        return _aten_backward(call.spec, grad, hidden, ids, weights, packed, needs)
+        spec, packed = _packed(operands)
+        return _aten_backward(spec, grad, hidden, ids, weights, packed, needs)
 
 
 def _experts_backward_fake(
     grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    *operands, spec, _, _, needs = rest
-    each = (hidden, weights, *ExpertWeights.of(ExpertsSpec.parse(spec), *operands).tensors())
+    *operands, needs = rest
+    each = (hidden, weights, *_packed(operands)[1].tensors())
     return [t.new_empty(t.shape) for t, need in zip(each, needs, strict=True) if need and t is not None]
+
+
+def _experts_backward_down(
+    grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    """[dgate_up_RG, and the gradients that `needs` names of those that are triton_backward.of_down].
+
+    kept: gate_up_RG of experts_training; without it, it is computed again.
+    """
+    *operands, kept, needs = rest
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+        spec, packed = _packed(operands)
+        return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs)
+
+
+def _experts_backward_down_fake(
+    grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    *operands, _, needs = rest
+    spec, _ = _packed(operands)
+    dgate_up = hidden.new_empty((hidden.shape[0] * spec.K, spec.G))
+    return [dgate_up, *_experts_backward_fake(grad, hidden, ids, weights, *operands, needs)]
+
+
+def _experts_backward_gate_up(
+    dgate_up: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
+) -> list[Tensor]:
+    """The other gradients that `needs` names, of what experts_backward_down returned first."""
+    *operands, needs = rest
+    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+        spec, packed = _packed(operands)
+        return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs)
 
 
 def _route(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
@@ -305,15 +353,15 @@ for _name, _impl, _fake in (
     ("experts", _experts, _experts_fake),
     ("experts_training", _experts_training, _experts_training_fake),
     ("experts_backward", _experts_backward, _experts_backward_fake),
+    ("experts_backward_down", _experts_backward_down, _experts_backward_down_fake),
+    ("experts_backward_gate_up", _experts_backward_gate_up, _experts_backward_fake),
     ("route", _route, _route_fake),
     ("route_backward", _route_backward, _route_backward_fake),
 ):
     _LIB.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_compile::{_name}", _fake, lib=_LIB)
 _LIB.impl("experts", _experts_by_grad, "Autograd", with_keyset=True)
-for _name, _grads, _save, _of in (
-    ("experts_training", _experts_grads, _experts_save, "experts"),
-    ("route", _route_grads, _route_save, "route"),
-):
+for _name, _grads, _save in (("experts_training", _experts_grads, _experts_save), ("route", _route_grads, _route_save)):
     torch.library.register_autograd(f"moe_compile::{_name}", _grads, setup_context=_save, lib=_LIB)
-    torch.library.register_autograd(f"moe_compile::{_of}_backward", _once(_of), lib=_LIB)
+for _name in ("experts_backward", "experts_backward_down", "experts_backward_gate_up", "route_backward"):
+    torch.library.register_autograd(f"moe_compile::{_name}", _once(_name.split("_")[0]), lib=_LIB)

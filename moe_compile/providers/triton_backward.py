@@ -7,14 +7,17 @@ gate_up_RG is kept, R x G in x's dtype; the activation is computed again. The fo
     dgate_up = w dv (act_gate, act_up)      dgate_up[e] = sum dgate_up x^T      dx[t] = sum_k gate_up[e]^T dgate_up
 
 With weight=input, x is w x in the weights' gradients, dx is scaled by w, and dw = (gate_up[e]^T dgate_up) . x.
+The backward comes in halves, of the second linear and of the first, so that gate_up_RG can go before gradients as large
+as the weights come.
 Invariants: bitwise repeatable (no atomics); no gradient of dropped routes; weights are read in place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..activation import derivative
 from ..hardware import Device, facts
@@ -91,10 +94,11 @@ def forward(
     if not T:
         return x_TH.new_empty((0, spec.H), dtype=out), x_TH.new_empty((0, spec.G))
     tiles = tiles or tiles_of(spec, T, facts(x_TH.device))
-    schedule = sort_routes(ids_TK, spec.E, tiles.first.BLOCK_M)
-    gate_up_RG, act_RI = _first(spec, x_TH, w_TK, p, schedule, epilogue(spec.act.expr), tiles.first)
-    y_RH = fc2(act_RI, p.down, p.down_bias, schedule, k_major=spec.down == "EHI", tile=tiles.second)
-    return finalize(y_RH, ids_TK, w_TK if spec.weight == "output" else None, spec.E, out), gate_up_RG
+    with _on(x_TH):
+        schedule = sort_routes(ids_TK, spec.E, tiles.first.BLOCK_M)
+        gate_up_RG, act_RI = _first(spec, x_TH, w_TK, p, schedule, epilogue(spec.act.expr), tiles.first)
+        y_RH = fc2(act_RI, p.down, p.down_bias, schedule, k_major=spec.down == "EHI", tile=tiles.second)
+        return finalize(y_RH, ids_TK, w_TK if spec.weight == "output" else None, spec.E, out), gate_up_RG
 
 
 def _first(
@@ -114,78 +118,120 @@ def _rows(x_TH: torch.Tensor) -> torch.Tensor:
     return x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
 
 
+def of_down(spec: ExpertsSpec, p: ExpertWeights) -> list[bool]:
+    """Of (hidden, weights, *p.tensors()): whether backward_down makes its gradient, or backward_gate_up."""
+    firsts, biases = [False] * len(p.gate_up), [False] * len(p.gate_up_bias)
+    return [False, spec.weight == "output", *firsts, True, *biases, *([] if p.down_bias is None else [True])]
+
+
 def backward(
-    spec: ExpertsSpec,
-    dout_TH: torch.Tensor,
-    x_TH: torch.Tensor,
-    ids_TK: torch.Tensor,
-    w_TK: torch.Tensor | None,
-    p: ExpertWeights,
-    gate_up_RG: torch.Tensor | None,
-    wanted: Sequence[bool],
-    tiles: Tiles | None = None,
-) -> list[torch.Tensor]:
-    """The gradients of (hidden, weights, *p.tensors()) for which `wanted` is true, in that order, contiguous.
+    spec: ExpertsSpec, dout_TH: torch.Tensor, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None,
+    p: ExpertWeights, gate_up_RG: torch.Tensor | None, needs: Sequence[bool], tiles: Tiles | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The gradients of (hidden, weights, *p.tensors()) that `needs` names, in that order: both halves together."""
+    operands, down = (x_TH, ids_TK, w_TK, p), of_down(spec, p)
+    dgate_up_RG, *first = backward_down(
+        spec, dout_TH, *operands, gate_up_RG, [n and d for n, d in zip(needs, down, strict=True)], tiles
+    )
+    del gate_up_RG
+    second = backward_gate_up(spec, dgate_up_RG, *operands, [n and not d for n, d in zip(needs, down)], tiles)
+    return merged(first, second, needs, down)
+
+
+def merged(first: Sequence[Any], second: Sequence[Any], needs: Sequence[bool], down: Sequence[bool]) -> list[Any]:
+    """The gradients of both halves in the operands' order."""
+    halves = iter(second), iter(first)
+    return [next(halves[d]) for n, d in zip(needs, down, strict=True) if n]
+
+
+def backward_down(
+    spec: ExpertsSpec, dout_TH: torch.Tensor, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None,
+    p: ExpertWeights, gate_up_RG: torch.Tensor | None, needs: Sequence[bool], tiles: Tiles | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """[dgate_up_RG, then the gradients that `needs` names of those that are `of_down`].
 
     gate_up_RG: as `forward` returned it, or None to compute it again.
     """
-    from ..kernels.backward import act_backward, dx_routes
+    from ..kernels.backward import act_backward
     from ..kernels.epilogue import epilogue
-    from ..kernels.finalize import finalize
     from ..kernels.outer import Rows, outer, route_dots, row_sum, spans
     from ..kernels.sort import sort_routes
 
     T, K, E, expr = x_TH.shape[0], spec.K, spec.E, spec.act.expr
     if not T:
-        return [t.new_zeros(t.shape) for t, n in zip((x_TH, w_TK, *p.tensors()), wanted) if n and t is not None]
-    hidden, weights, rest = wanted[0], wanted[1], list(wanted[2:])
-    n = len(p.gate_up)
-    firsts, down, first_biases, down_bias = rest[:n], rest[n], rest[n + 1 : n + 1 + len(p.gate_up_bias)], rest[-1]
-    down_bias = down_bias and p.down_bias is not None
+        return [x_TH.new_empty((0, spec.G)), *_zeros(x_TH, w_TK, p, needs)]
+    weights, (down, *rest) = needs[1], needs[2 + len(p.gate_up) :]
     tiles = tiles or tiles_of(spec, T, facts(x_TH.device))
-    schedule = sort_routes(ids_TK, E, tiles.first.BLOCK_M)
-    ends = spans(schedule, E)
-    x_TH, dout_TH = _rows(x_TH), _rows(dout_TH.to(x_TH.dtype))
-    if gate_up_RG is None:
-        gate_up_RG, _ = _first(spec, x_TH, w_TK, p, schedule, epilogue(expr), tiles.first)
-    scale = w_TK if spec.weight == "output" else None
-    before = w_TK if spec.weight == "input" else None
-    acts = (epilogue(expr), epilogue(derivative(expr, "gate")), epilogue(derivative(expr, "up")))
-    dgate_up_RG, s_act_RI, parts = act_backward(
-        dout_TH, p.down, gate_up_RG, scale, schedule, acts, choices=K, halves=spec.gate_up.halves,
-        k_major=spec.down == "EHI", parts=weights and scale is not None, tile=tiles.act,
-    )  # fmt: skip
-    del gate_up_RG
-    dhidden = dweights = ddown = None
-    # The order keeps the peak low: what is as large as the routes goes before gradients as large as the weights come.
-    if parts is not None:
-        rows = None if p.down_bias is None else dout_TH
-        dweights = route_dots(parts, ids_TK, p.down_bias, rows, E, torch_dtype(spec.w), a_experts=True)
-        del parts
-    if hidden or (weights and before is not None):
-        k_major = spec.gate_up.storage == "EGH"
-        dx_RH = dx_routes(dgate_up_RG, p.gate_up, schedule, k_major=k_major, tile=tiles.dx)
-        if weights and before is not None:
-            dweights = route_dots(None, ids_TK, dx_RH, x_TH, E, torch_dtype(spec.w), a_experts=False)
-        dhidden = finalize(dx_RH, ids_TK, before, E, x_TH.dtype)
-        del dx_RH
-    if down:
-        a, b = Rows(of=dout_TH, tokens=True), Rows(of=s_act_RI)
-        pair = (a, b) if spec.down == "EHI" else (b, a)
-        ddown = outer(*pair, schedule, ends, choices=K, tile=tiles.ddown)
-    del s_act_RI
-    dfirsts: list[torch.Tensor] = []
-    for part, need in zip(dgate_up_RG.chunk(n, dim=1), firsts, strict=True):
-        if need:
-            a, b = Rows(of=part), Rows(of=x_TH, tokens=True, weights_TK=before)
-            pair = (a, b) if spec.gate_up.storage == "EGH" else (b, a)
-            dfirsts.append(outer(*pair, schedule, ends, choices=K, tile=tiles.dgate_up))
-    dbiases = [
-        row_sum(Rows(of=part), schedule, ends, choices=K)
-        for part, need in zip(dgate_up_RG.chunk(n, dim=1), first_biases)
-        if need
-    ]
-    if down_bias:
-        dbiases.append(row_sum(Rows(of=dout_TH, tokens=True, weights_TK=scale), schedule, ends, choices=K))
-    found = [dhidden if hidden else None, dweights if weights else None, *dfirsts, ddown, *dbiases]
-    return [t for t in found if t is not None]
+    with _on(x_TH):
+        schedule = sort_routes(ids_TK, E, tiles.first.BLOCK_M)
+        ends = spans(schedule, E)
+        dout_TH = _rows(dout_TH.to(x_TH.dtype))
+        if gate_up_RG is None:
+            gate_up_RG, _ = _first(spec, x_TH, w_TK, p, schedule, epilogue(expr), tiles.first)
+        scale = w_TK if spec.weight == "output" else None
+        acts = (epilogue(expr), epilogue(derivative(expr, "gate")), epilogue(derivative(expr, "up")))
+        dgate_up_RG, s_act_RI, parts = act_backward(
+            dout_TH, p.down, gate_up_RG, scale, schedule, acts, choices=K, halves=spec.gate_up.halves,
+            k_major=spec.down == "EHI", parts=weights, tile=tiles.act,
+        )  # fmt: skip
+        found = [dgate_up_RG]
+        if parts is not None:
+            dots = (None, None) if p.down_bias is None else (p.down_bias, dout_TH)
+            found.append(route_dots(parts, ids_TK, dots[0], dots[1], E, torch_dtype(spec.w), a_experts=True))
+        if down:
+            pair = Rows(of=dout_TH, tokens=True), Rows(of=s_act_RI)
+            a, b = pair if spec.down == "EHI" else pair[::-1]
+            found.append(outer(a, b, schedule, ends, choices=K, tile=tiles.ddown))
+        if p.down_bias is not None and rest[-1]:
+            found.append(row_sum(Rows(of=dout_TH, tokens=True, weights_TK=scale), schedule, ends, choices=K))
+    return found
+
+
+def backward_gate_up(
+    spec: ExpertsSpec, dgate_up_RG: torch.Tensor, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None,
+    p: ExpertWeights, needs: Sequence[bool], tiles: Tiles | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The gradients that `needs` names of those that are not `of_down`, from what backward_down returned first."""
+    from ..kernels.backward import dx_routes
+    from ..kernels.finalize import finalize
+    from ..kernels.outer import Rows, outer, route_dots, row_sum, spans
+    from ..kernels.sort import sort_routes
+
+    T, E, K, n = x_TH.shape[0], spec.E, spec.K, len(p.gate_up)
+    if not T:
+        return _zeros(x_TH, w_TK, p, needs)
+    (hidden, weights), firsts, biases = needs[:2], needs[2 : 2 + n], needs[3 + n : 3 + n + len(p.gate_up_bias)]
+    tiles = tiles or tiles_of(spec, T, facts(x_TH.device))
+    before, k_major, x_TH = w_TK if spec.weight == "input" else None, spec.gate_up.storage == "EGH", _rows(x_TH)
+    found: list[torch.Tensor] = []
+    with _on(x_TH):
+        schedule = sort_routes(ids_TK, E, tiles.first.BLOCK_M)
+        ends = spans(schedule, E)
+        if hidden or weights:
+            dx_RH = dx_routes(dgate_up_RG, p.gate_up, schedule, k_major=k_major, tile=tiles.dx)
+            if hidden:
+                found.append(finalize(dx_RH, ids_TK, before, E, x_TH.dtype))
+            if weights:
+                found.append(route_dots(None, ids_TK, dx_RH, x_TH, E, torch_dtype(spec.w), a_experts=False))
+            del dx_RH  # as large as the routes: gone before gradients as large as the weights come
+        parts = dgate_up_RG.chunk(n, dim=1)
+        for part, need in zip(parts, firsts, strict=True):
+            if need:
+                pair = Rows(of=part), Rows(of=x_TH, tokens=True, weights_TK=before)
+                a, b = pair if k_major else pair[::-1]
+                found.append(outer(a, b, schedule, ends, choices=K, tile=tiles.dgate_up))
+        found += [row_sum(Rows(of=part), schedule, ends, choices=K) for part, need in zip(parts, biases) if need]
+    return found
+
+
+def _zeros(
+    x_TH: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights, needs: Sequence[bool]
+) -> list[torch.Tensor]:
+    return [t.new_zeros(t.shape) for t, n in zip((x_TH, w_TK, *p.tensors()), needs) if n and t is not None]
+
+
+def _on(x_TH: torch.Tensor) -> Any:
+    """With x's device current: Triton launches on the current one, whatever its arguments say."""
+    import torch
+
+    return torch.cuda.device(x_TH.device) if x_TH.is_cuda else nullcontext()

@@ -62,7 +62,7 @@ def test_opcheck_experts(case):
     torch.library.opcheck(experts.default, (*c.args, PLAN))
     needs = [True, c.weights is not None] + [True] * len(c.p.tensors())
     detached = c.map(torch.Tensor.detach)
-    torch.library.opcheck(experts_backward.default, (torch.randn(5, 32), *detached.args, None, PLAN, needs))
+    torch.library.opcheck(experts_backward.default, (torch.randn(5, 32), *detached.args, needs))
 
 
 @pytest.mark.parametrize("T", [0, 1, 7])

@@ -1,4 +1,4 @@
-"""Training and routing on a CUDA device: gradients against fp64 beside torch's, repeatability, a compiled block, and the
+"""Training and routing on a CUDA device: gradients against fp64 beside torch's, repeatability, a compiled block; the
 experts that torch.topk chooses."""
 
 import functools

@@ -131,11 +131,14 @@ def test_opcheck(T):
     out, kept = torch.ops.moe_compile.experts_training(*arguments)
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     of_p = [[t.detach() for t in several] for several in p.arguments()[:-1]]
-    torch.library.opcheck(
-        torch.ops.moe_compile.experts_backward.default,
-        (out.detach(), *detached[:3], *of_p, None, str(spec), kept.detach(), PLAN, [True] * len(operands)),
-        test_utils=checks[:3],
-    )
+    of_down = triton_backward.of_down(spec, p)
+    saved = (*detached[:3], *of_p, None, str(spec))
+    halves = torch.ops.moe_compile.experts_backward_down.default, torch.ops.moe_compile.experts_backward_gate_up.default
+    for half, first, more, needs in (
+        (halves[0], out, (kept.detach(),), of_down),
+        (halves[1], kept, (), [not d for d in of_down]),
+    ):
+        torch.library.opcheck(half, (first.detach(), *saved, *more, needs), test_utils=checks[:3])
 
 
 def test_what_it_cannot_train_is_left_to_aten():

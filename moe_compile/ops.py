@@ -290,6 +290,8 @@ def _route_backward(
     """
     parsed = RouterSpec.parse(spec)
     with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+        if triton_route.backward_supports(parsed, facts(logits.device)):
+            return [triton_route.backward(parsed, grad, logits, ids)] if needs[0] else []
         acc = torch.promote_types(torch_dtype(parsed.score_dtype), torch.float32)
         late = parsed.score.startswith("topk_")
         x = logits.to(torch_dtype(parsed.score_dtype)).to(acc)

@@ -1,4 +1,4 @@
-"""From logits_TE to weights_TK and ids_TK by a RouterSpec, in one launch: score, bias, groups, top-k, renormalization.
+"""From logits_TE to weights_TK and ids_TK by a RouterSpec in one launch, and the gradient of the logits in another.
 
 In: logits [T, E], E up to 1024, the selection bias and the experts' scales. Out: weights_TK in spec.out, ids_TK int64.
 A warp routes a token. Selection is discontinuous, so what decides it is computed as torch computes it on CUDA, bit for
@@ -23,7 +23,7 @@ from ..spec import RouterSpec, torch_dtype
 from .epilogue import _log1p as _log1p_plain
 from .launch import Bound, power_of_2
 
-__all__ = ["route", "route_reference"]
+__all__ = ["route", "route_backward", "route_reference"]
 
 _LEAST = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # below the key of every value
 _INF = tl.constexpr(float("inf"))
@@ -171,6 +171,56 @@ def _route_kernel(
     tl.store(ids_ptr + t * K + k, ids.to(tl.int64), mask=k < K)
 
 
+@triton.jit
+def _route_backward_kernel(
+    grad_ptr, logits_ptr, ids_ptr, out_ptr, stride_g, stride_t,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, LATE: tl.constexpr, SCORE_TYPE: tl.constexpr,
+    RENORM: tl.constexpr, EPS: tl.constexpr, FACTOR: tl.constexpr, E_: tl.constexpr, K_: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """With v = s[ids], n their divisor, u = v / n: dv = (du - dn/dv sum_k du u) / n, then the score's derivative."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    x_ptr, row_ptr = logits_ptr + t * stride_t, out_ptr + t * E
+    e, k = tl.arange(0, E_), tl.arange(0, K_)
+    ids = tl.load(ids_ptr + t * K + k, mask=k < K, other=0)
+    x = tl.load(x_ptr + ids, mask=k < K, other=-_INF).to(SCORE_TYPE).to(tl.float32)
+    over = x
+    if SCORE == "softmax":
+        if not LATE:
+            over = tl.load(x_ptr + e, mask=e < E, other=-_INF).to(SCORE_TYPE).to(tl.float32)
+        top = tl.max(over, axis=0)
+        total = tl.sum(tl.exp(over - top), axis=0)
+        v = tl.exp(x - top) / total
+    else:
+        v = tl.where(k < K, _pointwise_score(x, SCORE, tl.float32), 0.0)
+    d = tl.load(grad_ptr + t * stride_g + k, mask=k < K, other=0.0).to(tl.float32) * FACTOR
+    if RENORM != "none":
+        n = tl.sum(v, axis=0)
+        moves = 1.0
+        if RENORM == "sum_plus_eps":
+            n += EPS
+        elif RENORM == "sum_at_least_eps":
+            moves = tl.where(n >= EPS, 1.0, 0.0)
+            n = tl.maximum(n, EPS)
+        d = (d - moves * tl.sum(d * (v / n), axis=0)) / n
+    rest = tl.zeros((E_,), tl.float32)  # what every other expert gets
+    if SCORE == "softmax":
+        dot = tl.sum(d * v, axis=0)
+        d = v * (d - dot)
+        if not LATE:
+            rest = -dot * (tl.exp(over - top) / total)
+    elif SCORE == "sigmoid":
+        d = d * v * (1.0 - v)
+    else:
+        d = d / (1.0 + tl.exp(-x)) / (2.0 * v)
+    tl.store(row_ptr + e, rest.to(out_ptr.dtype.element_ty), mask=e < E)
+    tl.debug_barrier()  # the chosen experts' come after
+    tl.store(row_ptr + ids, d.to(out_ptr.dtype.element_ty), mask=k < K)
+
+
 def route(
     spec: RouterSpec,
     logits_TE: torch.Tensor,
@@ -212,3 +262,26 @@ def _bound(
         power_of_2(spec.K),
     )  # fmt: skip
     return Bound(_route_kernel, constants, device, warps=1, stages=1)
+
+
+def route_backward(
+    spec: RouterSpec, grad_TK: torch.Tensor, logits_TE: torch.Tensor, ids_TK: torch.Tensor
+) -> torch.Tensor:
+    """d logits [T, E] in their dtype of d weights [T, K], the ids held fixed. values=score, no scales of experts."""
+    out = torch.empty(logits_TE.shape, dtype=logits_TE.dtype, device=logits_TE.device)
+    if not len(out):
+        return out
+    grad, logits = (t if t.stride(1) == 1 else t.contiguous() for t in (grad_TK, logits_TE))
+    arguments = (grad, logits, ids_TK.contiguous(), out, grad.stride(0), logits.stride(0))
+    _backward_bound(spec, grad.dtype, logits.device)((len(out), 1), arguments)
+    return out
+
+
+@lru_cache(1024)
+def _backward_bound(spec: RouterSpec, grad: torch.dtype, device: torch.device) -> Bound:
+    late, score = spec.score.startswith("topk_"), _TYPES[torch_dtype(spec.score_dtype)]
+    constants = (
+        spec.E, spec.K, spec.score.removeprefix("topk_"), late, score, spec.renorm, spec.eps, spec.scale,
+        power_of_2(spec.E), power_of_2(spec.K),
+    )  # fmt: skip
+    return Bound(_route_backward_kernel, constants, device, warps=1, stages=1)

@@ -50,3 +50,20 @@ def route(
 
     with torch.cuda.device(logits_TE.device):
         return kernel.route(spec, logits_TE, bias_E, expert_scale_E)
+
+
+def backward_supports(spec: RouterSpec, device: Device) -> Verdict:
+    """OK where a kernel makes the gradient of the logits."""
+    if spec.values != "score" or spec.expert_scale:
+        return Reject("values of masked scores, or a scale per expert", f"values={spec.values}")
+    return supports(spec, device)
+
+
+def backward(spec: RouterSpec, grad_TK: torch.Tensor, logits_TE: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    """d logits [T, E] of d weights [T, K], the ids held fixed, where `backward_supports` says OK."""
+    import torch
+
+    from ..kernels import route as kernel
+
+    with torch.cuda.device(logits_TE.device):
+        return kernel.route_backward(spec, grad_TK, logits_TE, ids_TK)

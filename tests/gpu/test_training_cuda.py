@@ -17,6 +17,7 @@ from moe_compile.backend import moe_backend  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
 from moe_compile.providers import aten_backward, triton_backward, triton_route  # noqa: E402
 from moe_compile.spec import Layout, RouterSpec, torch_dtype  # noqa: E402
+from moe_compile.verdict import Reject  # noqa: E402
 
 CASES = [
     {},
@@ -129,3 +130,16 @@ def test_the_experts_that_torch_chooses(spec, spread):
     assert torch.equal(ids.gather(1, place), want_ids.gather(1, want_place))
     bound = {"bf16": 2**-7, "f16": 2**-10, "f32": 1e-6}[spec.out]
     torch.testing.assert_close(weights.gather(1, place), want_weights.gather(1, want_place), rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("spec", [s for s in ROUTERS if s.values == "score"], ids=str)
+def test_the_routers_gradient_is_torchs(spec, monkeypatch):
+    logits = torch.randn(3000, spec.E, device=GPU).to(torch_dtype(spec.logits))
+    bias = 0.3 * torch.randn(spec.E, device=GPU) if spec.bias else None
+    weights, ids = triton_route.route(spec, logits, bias, None)
+    grad = torch.randn_like(weights)
+    got = triton_route.backward(spec, grad, logits, ids)
+    monkeypatch.setattr(triton_route, "backward_supports", lambda *_: Reject("torch's own calls"))
+    (want,) = ops._route_backward(grad, logits, ids, None, str(spec), [True, False])
+    bound = {"bf16": 2**-7, "f16": 2**-10, "f32": 1e-5}[spec.logits]
+    assert (got.double() - want.double()).abs().max() <= bound * want.double().abs().max()

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from moe_compile.kernels.route import route, route_reference
+from moe_compile import ops
+from moe_compile.kernels.route import route, route_backward, route_reference
 from moe_compile.spec import RouterSpec, torch_dtype
 
 SPECS = {
@@ -64,6 +65,19 @@ def test_of_equal_choices_the_lowest_ids_win(name):
         kept = torch.zeros_like(best).scatter_(1, best.sort(dim=1, descending=True, stable=True).indices[:, :2], 1.0)
         c = c.where(kept.bool().repeat_interleave(members.shape[2], 1), spec.group_fill)
     assert torch.equal(ids, c.sort(dim=1, descending=True, stable=True).indices[:, : spec.K])
+
+
+@pytest.mark.parametrize("name", [n for n in SPECS if n != "choice"])
+def test_its_gradient_is_the_operators(name):
+    spec = SPECS[name]
+    logits, bias, _ = operands(spec)
+    _, ids = route_reference(spec, logits, bias)
+    grad = torch.randn(len(ids), spec.K, generator=torch.Generator().manual_seed(2)).to(torch_dtype(spec.out))
+    (want,) = ops._route_backward(grad, logits, ids, None, str(spec), [True, False])
+    got = route_backward(spec, grad, logits, ids)
+    assert got.dtype == want.dtype
+    bound = {"bf16": 2**-7, "f16": 2**-10, "f32": 2e-6}[spec.logits]
+    assert (got.double() - want.double()).abs().max() <= bound * want.double().abs().max()
 
 
 def test_nan_is_the_greatest_and_no_token_is_no_launch():

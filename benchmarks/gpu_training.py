@@ -31,10 +31,11 @@ from moe_compile import ops, reference  # noqa: F401  (ops registers the operato
 from moe_compile.activation import derivative
 from moe_compile.hardware import facts
 from moe_compile.kernels import launch
-from moe_compile.kernels.backward import act_backward, dx_routes, fc1_kept
+from moe_compile.kernels.backward import act_backward, dx_routes
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.finalize import finalize
 from moe_compile.kernels.grouped import Tile, fc2
+from moe_compile.kernels.kept import fc1_kept
 from moe_compile.kernels.outer import Rows, outer, spans
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights

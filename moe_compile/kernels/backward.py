@@ -1,13 +1,12 @@
-"""Training's share of the grouped linears: a first linear that keeps what it made, and the gradients at the activation.
+"""The gradients at the activation and of the tokens: two kernels over routes in expert order (kept.py, outer.py have
+the rest of training).
 
-In: as grouped.py. Out, for position p of the sorted routes, of token t, expert e and routing weight w:
-  fc1_kept      gate_up_RG[p] = the first linear's rows (+ bias), and act_RI[p] = act(gate, up)
+In: as grouped.py, and gate_up_RG (kept.py). Out, for position p of the sorted routes, of token t, expert e and routing
+weight w:
   act_backward  with dv = down[e]^T dout[t], s = w where it scales the output, else 1:
                 dgate_up_RG[p] = s dv (act_gate, act_up), s_act_RI[p] = s act, and in fp32 parts of dv . act by route
   dx_routes     dx_RH[route] = gate_up[e]^T dgate_up_RG[p]
-gate_up_RG and dgate_up_RG hold the rows in the native order of the weights' rows (two tensors: gate first), so that
-what multiplies them by weights or tokens need not know about halves. After the last rows of dgate_up_RG and s_act_RI
-there are BLOCK_M of zeros, as outer.py wants it.
+After the last rows of dgate_up_RG and s_act_RI there are BLOCK_M of zeros, as outer.py wants it.
 Invariants: as of grouped.py; the activation is computed again from gate_up_RG, rounded as the forward's was.
 """
 
@@ -22,87 +21,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .grouped import Tile, _descriptor, _product, _spans, _tile, gate_and_up, tma_aligned
+from .grouped import Tile, _descriptor, _product, _spans, _tile, tma_aligned
+from .kept import halves_of, placed, split_columns, store_pair
 from .launch import ceil_div, launch
 from .sort import Schedule
-
-
-def _placed(halves: str, I: int) -> tuple[bool, bool, bool, int]:
-    """(gated, interleaved, gate first, the second half's first row counted from the first's) of spec.HALVES."""
-    interleaved = halves.endswith("interleaved")
-    second = 0 if halves in ("separate", "up") else 1 if interleaved else I
-    return halves != "up", interleaved, not halves.startswith("up_gate"), second
-
-
-@triton.jit
-def _store_pair(at, one, two, n, I: tl.constexpr, rows, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-                N_: tl.constexpr):  # fmt: skip
-    """Writes [M_, N_] halves at columns n of rows `at` [M_, 1]: alternating, or the second I columns further."""
-    kind = at.dtype.element_ty
-    if INTERLEAVED:
-        c = 2 * tl.min(n, axis=0) + tl.arange(0, 2 * N_)
-        tl.store(at + c[None, :], tl.interleave(one, two).to(kind), mask=rows & (c < 2 * I)[None, :])
-    else:
-        inside = rows & (n < I)[None, :]
-        tl.store(at + n[None, :], one.to(kind), mask=inside)
-        if GATED:
-            tl.store(at + I + n[None, :], two.to(kind), mask=inside)
-
-
-@triton.jit(do_not_specialize=["bound"])
-def _fc1_kept_kernel(
-    x_ptr, w, v, bias_ptr, bias2_ptr, route_weight_ptr, kept_ptr, act_ptr, plan_ptr, stride_xt, bound,
-    stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
-    stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
-    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
-    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, column = _tile(plan_ptr, tl.cdiv(I, N_), GROUP_M)
-    if m < 0:
-        return
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    p = first + tl.arange(0, M_)
-    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
-    x_rows = x_ptr + (route // CHOICES).to(tl.int64) * stride_xt
-    one, two = _product(
-        x_ptr, x_rows, p < end, first, w, v, e, column * N_, 1, stride_we, stride_wn, stride_wk, V_ROW,
-        I, H, GATED and not PAIRED, PAIRED, INTERLEAVED, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
-    )  # fmt: skip
-    if PAIRED:
-        one, two = tl.split(tl.reshape(one, (M_, N_, 2)))
-    if SCALE:
-        scale = tl.load(route_weight_ptr + route, mask=p < end, other=0.0).to(tl.float32)[:, None]
-        one, two = one * scale, two * scale
-    n = column * N_ + tl.arange(0, N_)
-    if BIAS:
-        row = 2 * n if INTERLEAVED else n
-        at = e.to(tl.int64) * stride_be + row
-        one += tl.load(bias_ptr + at, mask=n < I, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            at += 1 if INTERLEAVED else V_ROW
-            two += tl.load(bias2_ptr + at, mask=n < I, other=0.0).to(tl.float32)[None, :]
-    rows = (p < end)[:, None]
-    G: tl.constexpr = 2 * I if GATED else I
-    _store_pair(kept_ptr + p.to(tl.int64)[:, None] * G, one, two, n, I, rows, GATED, INTERLEAVED, N_)
-    if not GATED:
-        value = ACT(one, one)
-    elif GATE_FIRST:
-        value = ACT(one, two)
-    else:
-        value = ACT(two, one)
-    out_ptrs = act_ptr + p.to(tl.int64)[:, None] * I + n[None, :]
-    tl.store(out_ptrs, value.to(act_ptr.dtype.element_ty), mask=rows & (n < I)[None, :])
-
-
-@triton.jit
-def _columns(x, M_: tl.constexpr, N_: tl.constexpr):
-    """The left and the right half of x [M_, N_]."""
-    return tl.split(tl.permute(tl.reshape(x, (M_, 2, N_ // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -113,7 +35,7 @@ def _act_piece(
 ):  # fmt: skip
     """Stores what follows from dv [M_, N_] of columns n0.., and returns dv . act of each row."""
     if N_ > 32:  # in pieces: all at once spills 2.7 KB a thread where N_ = 256
-        left, right = _columns(dv, M_, N_)
+        left, right = split_columns(dv, M_, N_)
         HALF: tl.constexpr = N_ // 2
         part = _act_piece(
             left, n0, at, rows, scale, kept_ptr, dkept_ptr, act_ptr, I, GATED, INTERLEAVED, GATE_FIRST, ACT, BY_GATE,
@@ -150,9 +72,9 @@ def _act_piece(
     if GATED:
         dgate = dv * BY_GATE(gate, up)
     if GATED and GATE_FIRST:
-        _store_pair(dkept_ptr + at * G, dgate, dup, n, I, rows, GATED, INTERLEAVED, N_)
+        store_pair(dkept_ptr + at * G, dgate, dup, n, I, rows, GATED, INTERLEAVED, N_)
     else:
-        _store_pair(dkept_ptr + at * G, dup, dgate, n, I, rows, GATED, INTERLEAVED, N_)
+        store_pair(dkept_ptr + at * G, dup, dgate, n, I, rows, GATED, INTERLEAVED, N_)
     return part
 
 
@@ -195,7 +117,7 @@ def _act_backward_kernel(
         n, q = column * N_ + tl.arange(0, N_), q.to(tl.int64)[:, None]
         zero = tl.zeros((M_, N_), act_ptr.dtype.element_ty)
         tl.store(act_ptr + q * I + n[None, :], zero, mask=after & (n < I)[None, :])
-        _store_pair(dkept_ptr + q * G, zero, zero, n, I, after, GATED, INTERLEAVED, N_)
+        store_pair(dkept_ptr + q * G, zero, zero, n, I, after, GATED, INTERLEAVED, N_)
     if PARTS:
         tl.store(parts_ptr + column.to(tl.int64) * R + route, part, mask=p < end)
 
@@ -233,44 +155,6 @@ def _dx_kernel(
     tl.store(out_ptrs, y.to(y_ptr.dtype.element_ty), mask=(p < end)[:, None] & (n < H)[None, :])
 
 
-def fc1_kept(
-    x_TH: torch.Tensor, gate_up: tuple[torch.Tensor, ...], bias: tuple[torch.Tensor, ...],
-    weights_TK: torch.Tensor | None, schedule: Schedule, act: Any, *, choices: int, sizes: tuple[int, int],
-    halves: str, k_major: bool, tile: Tile,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(gate_up_RG, act_RI) in x's dtype, rows in sorted order; rows of dropped routes stay unwritten. As grouped.fc1.
-
-    x's innermost stride is 1.
-    """
-    H, I = sizes
-    w, v = gate_up[0], gate_up[-1]
-    gated, interleaved, gate_first, second = _placed(halves, I)
-    tma = bool(tile.TMA) and tma_aligned(w) and tma_aligned(v)
-    paired = gated and (interleaved or (halves != "separate" and k_major and not tma))
-    width = tile.BLOCK_N * (2 if paired else 1)
-    n_axis, k_axis = (1, 2) if k_major else (2, 1)
-    kept = torch.empty((schedule.R, 2 * I if gated else I), dtype=x_TH.dtype, device=x_TH.device)
-    out = torch.empty((schedule.R, I), dtype=x_TH.dtype, device=x_TH.device)
-    bias1, bias2 = (bias[0], bias[-1]) if bias else (x_TH, x_TH)
-    assert x_TH.stride(1) == 1
-    arguments = (
-        x_TH,
-        _descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
-        _descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
-        bias1, bias2, x_TH if weights_TK is None else weights_TK.contiguous(), kept, out, schedule.plan,
-        x_TH.stride(0),
-    )  # fmt: skip
-    constants = (
-        w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0, second, choices, H, I,
-        gated, paired, interleaved, gate_first, k_major, bool(bias), weights_TK is not None, act,
-        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
-    )  # fmt: skip
-    grid = (schedule.bound * ceil_div(I, tile.BLOCK_N), 1)
-    free = (schedule.bound,)
-    launch(_fc1_kept_kernel, grid, arguments, free, constants, warps=tile.warps, stages=tile.stages, overlap=True)
-    return kept, out
-
-
 def act_backward(
     dout_TH: torch.Tensor, down: torch.Tensor, gate_up_RG: torch.Tensor, weights_TK: torch.Tensor | None,
     schedule: Schedule, acts: tuple[Any, Any, Any], *, choices: int, halves: str, k_major: bool, parts: bool,
@@ -284,7 +168,7 @@ def act_backward(
     # rows of the product are I, its depth H: down [E, H, I] has its rows innermost
     n_axis, k_axis = (2, 1) if k_major else (1, 2)
     H, I, R = down.shape[k_axis], down.shape[n_axis], schedule.R
-    gated, interleaved, gate_first, _ = _placed(halves, I)
+    gated, interleaved, gate_first, _ = placed(halves, I)
     columns = ceil_div(I, tile.BLOCK_N)
     tma = bool(tile.TMA) and tma_aligned(down)
     dkept = torch.empty_like(gate_up_RG)
@@ -338,26 +222,6 @@ def dx_routes(
     return y
 
 
-def fc1_kept_reference(
-    x_TH: torch.Tensor, gate_up: tuple[torch.Tensor, ...], bias: tuple[torch.Tensor, ...],
-    weights_TK: torch.Tensor | None, schedule: Schedule, act: Callable[..., torch.Tensor], *, choices: int, halves: str,
-    k_major: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The torch twin of `fc1_kept`: act is a function of fp32 (gate or None, up); rows past the last tile are zero."""
-    routes, rows = schedule.routes().long(), 1 if k_major else 2
-    G = sum(w.shape[rows] for w in gate_up)
-    kept = x_TH.new_zeros((schedule.R, G))
-    out = x_TH.new_zeros((schedule.R, G // (1 if halves == "up" else 2)))
-    for e, first, end in _spans(schedule):
-        x = x_TH[routes[first:end] // choices].float()
-        x = x if weights_TK is None else x * weights_TK.reshape(-1)[routes[first:end], None].float()
-        y = torch.cat([x @ (w[e].float().T if k_major else w[e].float()) for w in gate_up], 1)
-        y = y + torch.cat([b[e].float() for b in bias]) if bias else y
-        kept[first:end] = y.to(kept.dtype)
-        out[first:end] = act(*_halves(y, halves)).to(out.dtype)
-    return kept, out
-
-
 def act_backward_reference(
     dout_TH: torch.Tensor, down: torch.Tensor, gate_up_RG: torch.Tensor, weights_TK: torch.Tensor | None,
     schedule: Schedule, acts: tuple[Callable[..., torch.Tensor], ...], *, choices: int, halves: str, k_major: bool,
@@ -369,13 +233,13 @@ def act_backward_reference(
     for e, first, end in _spans(schedule):
         r = routes[first:end]
         dv = dout_TH[r // choices].float() @ (down[e].float() if k_major else down[e].float().T)
-        gate, up = _halves(gate_up_RG[first:end].float(), halves)
+        gate, up = halves_of(gate_up_RG[first:end].float(), halves)
         value, by_gate, by_up = (f(gate, up) for f in acts)
         value = value.to(out.dtype).float()
         dots[r] = (dv * value).sum(1)
         scale = 1.0 if weights_TK is None else weights_TK.reshape(-1)[r, None].float()
         out[first:end] = (scale * value).to(out.dtype)
-        dgate, dup = _halves(dkept[first:end], halves)
+        dgate, dup = halves_of(dkept[first:end], halves)
         dup.copy_(scale * dv * by_up)
         if dgate is not None:
             dgate.copy_(scale * dv * by_gate)
@@ -392,8 +256,3 @@ def dx_routes_reference(
     for e, first, end in _spans(schedule):
         y[routes[first:end]] = (dgate_up_RG[first:end].float() @ w[e].float()).to(y.dtype)
     return y
-
-
-def _halves(x_SG: torch.Tensor, halves: str) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Views (gate or None, up) of rows in the native order."""
-    return gate_and_up((x_SG,), "gate_up" if halves == "separate" else halves, 1)

@@ -105,7 +105,7 @@ def _first(
     spec: ExpertsSpec, x_TH: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights, schedule: Schedule, act: object,
     tile: Tile,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    from ..kernels.backward import fc1_kept
+    from ..kernels.kept import fc1_kept
 
     return fc1_kept(
         _rows(x_TH), p.gate_up, p.gate_up_bias, w_TK if spec.weight == "input" else None, schedule, act, choices=spec.K,

@@ -10,6 +10,7 @@ from test_providers import OAI, draw, spec_of
 from moe_compile import ops, reference
 from moe_compile.activation import derivative, evaluate
 from moe_compile.kernels import backward, outer
+from moe_compile.kernels import kept as kept_rows
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.grouped import Tile
 from moe_compile.kernels.sort import sort_routes
@@ -171,10 +172,10 @@ def test_products(halves, k_major, tile):
     exprs = [expr, derivative(expr, "gate"), derivative(expr, "up")]
     functions = [lambda gate, up, e=e: evaluate(e, gate, up) for e in exprs]
     where = {"choices": spec.K, "halves": halves, "k_major": k_major}
-    kept, act = backward.fc1_kept(
+    kept, act = kept_rows.fc1_kept(
         x, p.gate_up, (), w, schedule, epilogue(expr), sizes=(spec.H, spec.I), tile=tile, **where
     )
-    want_kept, want_act = backward.fc1_kept_reference(x, p.gate_up, (), w, schedule, functions[0], **where)
+    want_kept, want_act = kept_rows.fc1_kept_reference(x, p.gate_up, (), w, schedule, functions[0], **where)
     close(kept[:n], want_kept[:n], 1e-5)
     close(act[:n], want_act[:n], 1e-5)
     acts = tuple(map(epilogue, exprs))

@@ -64,9 +64,10 @@ class Term:
 
 
 class Terms:
-    """The table of one recognition: interns terms, pools bound axes, substitutes."""
+    """The table of one recognition: interns terms, pools bound axes, substitutes. `tested`: any term is guarded."""
 
     def __init__(self) -> None:
+        self.tested = False
         self._table: dict[Any, Term] = {}
         self._pool: dict[tuple[int, int, Size], Axis] = {}
         self._ids = itertools.count(1)
@@ -110,6 +111,7 @@ class Terms:
             chosen |= args[0].free
         one = op == "scat" and not any(i.items for i in index)
         t.guarded = test or one or any(a.guarded for a in args)
+        self.tested = self.tested or t.guarded
         t.chosen = frozenset(chosen)
         # a sum of many experts' outputs grows by one addend at a time
         t.size = 1 + (max if attr == "add" else sum)(a.size for a in args) if args else 1

@@ -28,6 +28,8 @@ _WRITES = {"index_add", "scatter_add", "setitem", "index_put"}
 
 def ended(walk: Walk, node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, Val]]:
     """(the node that made it, its value) of each accumulated input that `node` ends."""
+    if not walk.terms.tested:
+        return
     call = walk.writes.calls.get(node)
     for n in node.all_input_nodes:
         value = walk.known(n)

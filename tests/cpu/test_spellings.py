@@ -3,65 +3,20 @@ backward, with static and dynamic token counts. Beside each, programs wrong in o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import graphs
 import pytest
 import torch
 import torch.nn.functional as F
-from blocks import grouped
+from blocks import GroupedBlock, grouped
+from spelled import E, H, K, T, Table, Tensor, assert_equal_outcomes, route, spread, stacked
 
 from moe_compile.recognize import recognize
 
-T, E, K, H, I = 10, 4, 2, 16, 8
-Tensor = torch.Tensor
-Program = Callable[..., Tensor]
-
-
-def stacked() -> list[Tensor]:
-    """x, router, gate_up, down, a vector of H, and a bias per expert."""
-    return list(_drawn((T, H), (E, H), (E, 2 * I, H), (E, H, I), (H,), (E, H)))
-
-
-def listed() -> list[Tensor]:
-    """x, router, then gate, up and down of each expert."""
-    return list(_drawn((T, H), (E, H), *((I, H), (I, H), (H, I)) * E))
-
-
-def biased() -> list[Tensor]:
-    """x, router, then gate_up, its bias, down and its bias of each expert."""
-    return list(_drawn((T, H), (E, H), *((2 * I, H), (2 * I,), (H, I), (H,)) * E))
-
-
-def _drawn(*shapes: tuple[int, ...]) -> Iterator[Tensor]:
-    g = torch.Generator().manual_seed(0)
-    return (torch.randn(*shape, generator=g) * 0.4 for shape in shapes)
-
-
-def route(x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
-    w, ids = torch.topk(F.softmax(F.linear(x, router), dim=-1), K, dim=-1)
-    return w / w.sum(-1, keepdim=True), ids
-
-
-SPELLINGS: dict[str, tuple[Program, Callable[[], list[Tensor]], dict[str, Any]]] = {}
-MISSES: dict[str, tuple[Program, Callable[[], list[Tensor]], str]] = {}
-
-
-def spelling(inputs: Callable[[], list[Tensor]], **fields: Any) -> Callable[[Program], Program]:
-    def add(f: Program) -> Program:
-        SPELLINGS[f.__name__] = f, inputs, fields
-        return f
-
-    return add
-
-
-def miss(inputs: Callable[[], list[Tensor]], reason: str) -> Callable[[Program], Program]:
-    def add(f: Program) -> Program:
-        MISSES[f.__name__] = f, inputs, reason
-        return f
-
-    return add
+TABLE = Table()
+spelling, miss = TABLE.spelling, TABLE.miss
 
 
 # --- a norm of each expert's output -----------------------------------------------------------------------------------
@@ -120,12 +75,6 @@ def normed_over_the_choices(x, router, gate_up, down, scale, bias):
 # --- every expert for every token -------------------------------------------------------------------------------------
 
 
-def spread(x: Tensor, router: Tensor, fill: float = 0.0) -> Tensor:
-    """[T, E]: the weights, and `fill` where an expert was not chosen."""
-    w, ids = route(x, router)
-    return torch.full_like(F.linear(x, router), fill).scatter_(1, ids, w)
-
-
 def dense(x: Tensor, gate_up: Tensor, down: Tensor, after: Callable[..., Tensor] | None = None) -> Tensor:
     """y[e, t, h] of x [e, t, h]."""
     g, u = torch.bmm(x, gate_up.transpose(1, 2)).chunk(2, dim=-1)
@@ -177,223 +126,6 @@ def dense_at_the_input_of_a_function_of_zero(x, router, gate_up, down, scale, bi
 def dense_of_another_experts_tokens(x, router, gate_up, down, scale, bias):
     y = dense(torch.stack([x * e for e in range(E)]), gate_up, down)
     return (y * spread(x, router).transpose(0, 1).reshape(E, -1, 1)).sum(0)
-
-
-# --- experts one after the other --------------------------------------------------------------------------------------
-
-
-def expert(x: Tensor, weights: tuple[Tensor, ...], e: int) -> Tensor:
-    gate, up, down = weights[3 * e : 3 * e + 3]
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-
-
-def masked(x: Tensor, router: Tensor, weights: tuple[Tensor, ...], mask: Callable[..., Tensor], order=range(E)) -> Any:
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in order:
-        out = out + expert(x, weights, e) * mask(w, ids, e)
-    return out
-
-
-@spelling(listed, tensors="listed", E=E)
-def a_masked_sum_over_all_experts(x, router, *weights):
-    return masked(x, router, weights, lambda w, ids, e: (w * (ids == e)).sum(-1, keepdim=True))
-
-
-@spelling(listed, tensors="listed", E=E)
-def weights_by_where(x, router, *weights):
-    return masked(x, router, weights, lambda w, ids, e: torch.where(ids == e, w, 0.0).sum(-1, keepdim=True))
-
-
-@spelling(listed, tensors="listed", E=E)
-def a_column_of_spread_weights(x, router, *weights):
-    full = spread(x, router)
-    return masked(x, router, weights, lambda w, ids, e: full[:, e, None], (2, 0, 3, 1))
-
-
-@spelling(listed, tensors="listed", E=E)
-def rows_of_a_one_hot_mask_added(x, router, *weights):
-    w, ids = route(x, router)
-    out, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=E).permute(2, 1, 0)
-    for e in range(E):
-        k, t = torch.where(mask[e])
-        y = expert(x[None, t].reshape(-1, H), weights, e) * w[t, k, None]
-        out.index_add_(0, t, y)
-    return out
-
-
-@spelling(listed, tensors="listed", E=E)
-def rows_of_a_mask_added_in_place(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        t, k = torch.where(ids == e)
-        out[t] += expert(x[t], weights, e) * w[t, k, None]
-    return out
-
-
-@spelling(listed, tensors="listed", E=E)
-def routes_written_by_a_mask(x, router, *weights):
-    w, ids = route(x, router)
-    rows, flat = x.repeat_interleave(K, dim=0), ids.view(-1)
-    y = torch.empty_like(rows)
-    for e in range(E):
-        y[flat == e] = expert(rows[flat == e], weights, e)
-    return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
-
-
-@spelling(listed, tensors="listed", E=E)
-def tokens_that_any_choice_hits(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        mine = ids == e
-        hit = mine.any(dim=-1)
-        out[hit] = out[hit] + expert(x[hit], weights, e) * (w * mine).sum(-1)[hit].unsqueeze(-1)
-    return out
-
-
-@spelling(listed, tensors="listed", E=E)
-def rows_put_with_accumulation(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        t, k = (ids == e).nonzero(as_tuple=True)
-        out = out.index_put((t,), expert(x[t], weights, e) * w[t, k].unsqueeze(-1), accumulate=True)
-    return out
-
-
-@spelling(listed, tensors="listed", E=E)
-def rows_added_by_scatter(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        t, k = torch.where(ids == e)
-        y = expert(x.index_select(0, t), weights, e) * w[t, k].unsqueeze(-1)
-        out = out.scatter_add(0, t.unsqueeze(-1).expand(-1, H), y)
-    return out
-
-
-@spelling(biased, tensors="listed", E=E, bias="both", act="geglu")
-def linears_with_biases(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        gate_up, first, down, last = weights[4 * e : 4 * e + 4]
-        g, u = F.linear(x, gate_up, first).chunk(2, dim=-1)
-        out = out + F.linear(F.gelu(g) * u, down, last) * (w * (ids == e)).sum(-1, keepdim=True)
-    return out
-
-
-@spelling(stacked, tensors="stacked", E=E)
-def slices_of_one_tensor(x, router, gate_up, down, scale, bias):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        t, k = torch.where(ids == e)
-        g, u = F.linear(x[t], gate_up[e]).chunk(2, dim=-1)
-        out.index_add_(0, t, F.linear(F.silu(g) * u, down[e]) * w[t, k, None])
-    return out
-
-
-TO_ITSELF = "an expert's output is not selected by its own number, once"
-
-
-@miss(listed, "an expert is missing from the loop")
-def an_expert_left_out(x, router, *weights):
-    return masked(x, router, weights, lambda w, ids, e: (w * (ids == e)).sum(-1, keepdim=True), (0, 2, 3))
-
-
-@miss(listed, TO_ITSELF)
-def an_expert_twice(x, router, *weights):
-    return masked(x, router, weights, lambda w, ids, e: (w * (ids == e)).sum(-1, keepdim=True), (0, 1, 2, 3, 3))
-
-
-@miss(listed, "the experts' outputs are weighted or normalized differently")
-def one_expert_weighted_otherwise(x, router, *weights):
-    return masked(
-        x, router, weights, lambda w, ids, e: ((w.sigmoid() if e == 2 else w) * (ids == e)).sum(-1, keepdim=True)
-    )
-
-
-@miss(listed, "the expert ids differ between the linears")
-def one_expert_chosen_by_other_ids(x, router, *weights):
-    w, ids = route(x, router)
-    other = torch.topk(F.linear(x, router), K, dim=-1)[1]
-    out = torch.zeros_like(x)
-    for e in range(E):
-        out = out + expert(x, weights, e) * (w * ((other if e == 1 else ids) == e)).sum(-1, keepdim=True)
-    return out
-
-
-@miss(listed, "the experts of the loop are not alike")
-def one_expert_reads_another_tensor(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        out = out + expert(x * 2 if e == 3 else x, weights, e) * (w * (ids == e)).sum(-1, keepdim=True)
-    return out
-
-
-@miss(listed, "the hidden states is not read at its own token and choice")
-def rows_of_the_next_token(x, router, *weights):
-    w, ids = route(x, router)
-    rows, flat = x.repeat(K, 1), ids.view(-1)
-    y = torch.empty_like(rows)
-    for e in range(E):
-        y[flat == e] = expert(rows[flat == e], weights, e)
-    return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
-
-
-@miss(listed, "rows that no expert writes")
-def the_last_experts_rows_unwritten(x, router, *weights):
-    w, ids = route(x, router)
-    rows, flat = x.repeat_interleave(K, dim=0), ids.view(-1)
-    y = torch.empty_like(rows).copy_(rows)
-    for e in range(E - 1):
-        y[flat == e] = expert(rows[flat == e], weights, e)
-    return (y.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
-
-
-@miss(listed, "an expert's output is masked by the choices of another")
-def tokens_that_another_choice_hits(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        hit = (ids == (e + 1) % E).any(dim=-1)
-        out[hit] = out[hit] + expert(x[hit], weights, e) * (w * (ids == e)).sum(-1)[hit].unsqueeze(-1)
-    return out
-
-
-@miss(listed, "")
-def rows_put_without_accumulation(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        t, k = torch.where(ids == e)
-        out = out.index_put((t,), expert(x[t], weights, e) * w[t, k].unsqueeze(-1))
-    return out
-
-
-@miss(listed, "the experts' output is not a linear")
-def rows_written_by_another_mask(x, router, *weights):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        t, _ = torch.where(ids == e)
-        _, k = torch.where(ids == (e + 1) % E)
-        out.index_add_(0, t, expert(x[t], weights, e) * w[t, k, None])
-    return out
-
-
-@miss(stacked, "the second linear of an expert is that of another")
-def a_slice_of_another_expert(x, router, gate_up, down, scale, bias):
-    w, ids = route(x, router)
-    out = torch.zeros_like(x)
-    for e in range(E):
-        g, u = F.linear(x, gate_up[e]).chunk(2, dim=-1)
-        out = out + F.linear(F.silu(g) * u, down[(e + 1) % E]) * (w * (ids == e)).sum(-1, keepdim=True)
-    return out
 
 
 # --- offsets of sorted rows -------------------------------------------------------------------------------------------
@@ -517,46 +249,33 @@ def combined_with_the_choices_reversed(x, router, gate_up, down, scale, bias):
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def outcomes(call: Program, inputs: list[Tensor]) -> list[Tensor]:
-    """The output and the gradients of the inputs."""
-    mine = [t.clone().requires_grad_() for t in inputs]
-    out = call(*mine)
-    out = out[0] if isinstance(out, tuple) else out
-    return [out, *torch.autograd.grad(out.square().sum(), mine, materialize_grads=True)]
-
-
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", list(SPELLINGS))
+@pytest.mark.parametrize("name", list(TABLE.spellings))
 def test_a_spelling_is_proved_and_equal_to_eager(name: str, dynamic: bool) -> None:
-    program, make, fields = SPELLINGS[name]
-    inputs = make()
-    graph = graphs.trace(program, inputs, (0,) if dynamic else ())
-    found = recognize(graph)
-    assert len(found.regions) == 1, [str(r.verdict) for r in found.rejections]
-    experts = found.regions[0].spec.experts
-    assert {k: experts.act.name if k == "act" else getattr(experts, k) for k in fields} == fields
-    call = graphs.replaced(graph)
-    for got, want in zip(outcomes(call, inputs), outcomes(program, inputs), strict=True):
-        torch.testing.assert_close(got, want)
+    TABLE.check_spelling(name, dynamic)
 
 
-@pytest.mark.parametrize("name", list(MISSES))
+@pytest.mark.parametrize("name", list(TABLE.misses))
 def test_a_near_miss_is_refused_for_its_reason(name: str) -> None:
-    program, make, reason = MISSES[name]
-    found = recognize(graphs.trace(program, make()))
-    assert not found.regions
-    said = [str(r.verdict) for r in found.rejections]
-    assert any(reason in text for text in said), said
+    TABLE.check_miss(name)
 
 
 def test_the_router_of_weights_that_the_block_computes() -> None:
     """No node holds sigmoid(logits[t, ids[t, k]]): the operator's weights are computed, or made by `route`."""
-    program, make, _ = SPELLINGS["dense_weighted_at_the_input"]
+    program, make, _ = TABLE.spellings["dense_weighted_at_the_input"]
     graph = graphs.trace(program, make())
     (region,) = recognize(graph).regions
     assert region.spec.router is not None
     assert (region.spec.router.score, region.spec.router.renorm) == ("topk_sigmoid", "none")
     for route_by in ("op", "nodes"):
-        call = graphs.replaced(graph, route=route_by)
-        for got, want in zip(outcomes(call, make()), outcomes(program, make()), strict=True):
-            torch.testing.assert_close(got, want)
+        assert_equal_outcomes(graphs.replaced(graph, route=route_by), program, make())
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_exported_graphs(decomposed: bool) -> None:
+    """ATen operations by the same rules."""
+    block = GroupedBlock()
+    exported = torch.export.export(block, (torch.randn(T, H),))
+    graph = (exported.run_decompositions() if decomposed else exported).module()
+    (region,) = recognize(graph).regions
+    assert (region.spec.experts.E, region.spec.experts.K, str(region.spec.experts.gate_up)) == (6, 2, "EGH:gate_up")

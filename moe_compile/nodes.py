@@ -25,12 +25,16 @@ def storage(node: torch.fx.Node) -> int:
     without a table of aliasing operations.
     """
     value = fake(node)
-    if isinstance(value, torch.Tensor):
-        try:
-            return value.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # a tensor without a storage (sparse): it has no aliases we follow
-            pass
-    return -id(node)
+    found = memory(value) if isinstance(value, torch.Tensor) else None
+    return -id(node) if found is None else found
+
+
+def memory(value: torch.Tensor) -> int | None:
+    """The storage of a tensor; None where it has none (sparse): it has no aliases that we follow."""
+    try:
+        return value.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def where(node: torch.fx.Node) -> Where:

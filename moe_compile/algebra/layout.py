@@ -342,21 +342,7 @@ def _split_for(terms: Terms, index: Val, dim: Dim) -> Val:
     radix: Size = 1
     for atom in reversed(dim[1:]):
         radix = times(radix, atom.size)
-        for base, coefficient in _number(terms, index).items:
-            if not isinstance(base, Axis) or divide(coefficient, radix) is not None:
-                continue
-            inner = divide(radix, coefficient)
-            outer = None if inner is None else divide(base.size, inner)
-            if outer is None or outer == 1:
-                continue
-            high, low = Axis(outer), Axis(inner)
-            value = axis_index(high).scaled(inner) + axis_index(low)
-            index = Val(
-                replace_axes(index.dims, {base: (high, low)}),
-                terms.substitute(index.term, {base: value}),
-                index.dtype,
-            )
-            break
+        index = split_inside(terms, index, _number(terms, index), radix)
     return index
 
 
@@ -368,6 +354,21 @@ def taken_at(terms: Terms, v: Val, d: int, indices: Sequence[Val]) -> Val:
     for n, t in enumerate(found):
         at.update(decode(terms, terms.value(t), v.dims[d + n]))
     return Val((*v.dims[:d], *dims, *v.dims[d + len(found) :]), terms.substitute(v.term, at), v.dtype)
+
+
+def split_inside(terms: Terms, v: Val, number: Affine, radix: Size) -> Val:
+    """`v` with that axis split inside which a digit of `number` by `radix` ends: n of [t * k], by k, into (t, k)."""
+    for base, coefficient in number.items:
+        if not isinstance(base, Axis) or divide(coefficient, radix) is not None:
+            continue
+        inner = divide(radix, coefficient)
+        outer = None if inner is None else divide(base.size, inner)
+        if outer is None or outer == 1:
+            continue
+        high, low = Axis(outer), Axis(inner)
+        value = axis_index(high).scaled(inner) + axis_index(low)
+        return Val(replace_axes(v.dims, {base: (high, low)}), terms.substitute(v.term, {base: value}), v.dtype)
+    return v
 
 
 def new_axes(sizes: Sequence[Size]) -> tuple[tuple[Dim, ...], tuple[Affine, ...]]:

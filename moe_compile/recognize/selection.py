@@ -70,9 +70,8 @@ class Selection:
         if scores is None or float(value.attr[1]) != 1 or float(base.attr[1]) != 0:
             raise Unproved("groups that are not chosen by a top-k", repr(mask)[:200])
         sizes = sizes_of(ids)
-        if flat(ids.index, tuple(sizes)) != number_of([*self.t_axes, *chosen]) or sizes[-1] != times(
-            *(a.size for a in chosen)
-        ):
+        whole = flat(ids.index, tuple(sizes)) == number_of([*self.t_axes, *chosen])
+        if not whole or sizes[-1] != times(*(a.size for a in chosen)) or sizes[-1] < 1:
             raise Unproved("only some of the chosen groups are kept", repr(ids)[:200])
         self.fields = {
             "groups": g.size, "top_groups": sizes[-1],

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import torch
 import torch.fx
 
-from ..nodes import storage
+from ..nodes import fake, memory, storage
 
 
 class Versions:
     """Counts writes per storage."""
 
     def __init__(self) -> None:
-        self._writes: dict[int, int] = {}
+        self._writes: dict[int | None, int] = {}
 
     def of(self, node: torch.fx.Node) -> int:
-        """Writes so far to the memory of `node`."""
-        return self._writes.get(storage(node), 0) if self._writes else 0
+        """Writes so far to the memory of `node`; of several results, to that of any."""
+        if not self._writes:
+            return 0
+        value = fake(node)
+        if isinstance(value, (tuple, list)):
+            memories = {memory(v) for v in value if isinstance(v, torch.Tensor)}
+            return sum(self._writes[m] for m in memories if m in self._writes)
+        return self._writes.get(storage(node), 0)
 
     def write(self, node: torch.fx.Node) -> None:
         key = storage(node)

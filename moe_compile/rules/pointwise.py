@@ -8,7 +8,7 @@ import torch
 
 from ..activation import apply, const, pointwise_table
 from ..algebra.affine import Affine, as_size, divmod_affine
-from ..algebra.layout import Val, broadcast
+from ..algebra.layout import Val, broadcast, split_inside
 from ..algebra.terms import Term, Terms
 from ..canonical import Call
 from ..verdict import Unproved
@@ -65,6 +65,8 @@ def _pointwise(c: Context, call: Call) -> Result:
     found = iter(aligned)
     operands = [next(found) if isinstance(a, Val) and a.dims else a.term if isinstance(a, Val) else None for a in args]
     name = "floordiv" if call.op == "div" and call.get("rounding_mode") == "floor" else call.op
+    if name in ("floordiv", "remainder"):
+        dims, operands = _digits(c.terms, dims, operands)
     known = _integer(c.terms, name, operands, c.dtype)
     if known is not None:
         return Val(dims, known, c.dtype)
@@ -132,6 +134,15 @@ def _by_range(c: Context, op: str, args: list[Val | None]) -> Val | None:
 
 def _integers(terms: Terms, vals: list[Val]) -> bool:
     return all(v.term.op in ("int", "const") for v in vals) and any(v.term.op == "int" for v in vals)
+
+
+def _digits(terms: Terms, dims: Any, operands: list[Term | None]) -> tuple[Any, list[Term | None]]:
+    """A position that is divided has its axis split where the digit ends: n // K for n of [T * K] is t of (t, k)."""
+    a, b = map(_affine, operands)
+    if a is None or b is None or b.items or operands[0] is None or (type(b.const) is int and b.const < 2):
+        return dims, operands
+    v = split_inside(terms, Val(dims, operands[0], None), a, b.const)
+    return v.dims, [v.term, operands[1]]
 
 
 def _integer(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dtype) -> Term | None:

@@ -104,6 +104,8 @@ def static_int(c: Context, argument: Any, default: int | None = None) -> int:
 def dim(c: Context, argument: Any, rank: int, default: int | None = None) -> int:
     """A dim in [0, rank)."""
     d = static_int(c, argument, default)
+    if not -rank <= d < rank:
+        raise Unproved("a dim that the tensor doesn't have", f"{d} of {rank}")
     return d + rank if d < 0 else d
 
 

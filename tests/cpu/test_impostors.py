@@ -97,7 +97,7 @@ def weights_of_the_neighbouring_slot(s: S) -> Any:
     return s.ids.flip(-1).reshape(-1)
 
 
-@impostor(GATHERED, "second_flat", "the second linear is not read at the expert id")
+@impostor(GATHERED, "second_flat", "not a tensor of experts by rows by columns")
 def the_second_linear_of_the_choice_not_the_expert(s: S) -> Any:
     return torch.arange(T * K) % K
 
@@ -203,7 +203,7 @@ def gate_and_up_from_different_tensors(s: S) -> Any:
     return s.other[s.perm // K]
 
 
-@impostor(SEPARATE, "up_rows", "the first linear's input is not a tensor of hidden states")
+@impostor(SEPARATE, "up_rows", "the hidden states is not read at its own token and choice")
 def gate_and_up_from_different_tokens(s: S) -> Any:
     return s.x[s.perm % T]
 
@@ -236,6 +236,13 @@ def an_experts_weights_mutated(s: S) -> Any:
 def hidden_mutated_through_an_alias(s: S) -> Any:
     s.x.t()[0].zero_()
     return GATHERED["weighed"](s)
+
+
+@impostor(GATHERED, "halves", "the experts' outputs leave the graph without being summed over the choices")
+def halves_taken_after_their_base_was_written(s: S) -> Any:
+    both = s.first.chunk(2, dim=-1)
+    s.first.abs_()
+    return both[0], both[1]
 
 
 # Between the linears
@@ -298,7 +305,7 @@ def bits_of_a_float_as_an_integer(s: S) -> Any:
     return (F.silu(s.halves[0]) * s.halves[1]).view(dtype=torch.int32) * 1.0
 
 
-@impostor(GATHERED, "first", "the first bias is not read at the expert id")
+@impostor(GATHERED, "first", ELSE)
 def the_bias_of_the_choice_not_the_expert(s: S) -> Any:
     return GATHERED["first"](s) + s.gate_up_bias[torch.arange(T * K) % K]
 

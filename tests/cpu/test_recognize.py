@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import E, GatheredBlock, GroupedBlock, H, I, K, Parts
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from moe_compile.backend import moe_backend
@@ -67,48 +65,19 @@ def test_true_blocks_are_proved(make: Callable[[], nn.Module], dynamic: bool) ->
     same_as_eager(make(), torch.randn(T, H))
 
 
-# name: (what is changed, the reason given or None where only refusal matters)
+# what the block does wrong, and the reason: few, since tests/cpu/test_impostors.py has the others, without Dynamo
 IMPOSTORS: dict[str, tuple[nn.Module, str]] = {
     "ids of the second linear shifted": (
-        GroupedBlock(Parts(second_ids=lambda s, ids: (ids + 1) % E)),
-        "rows are sorted by other ids than the offsets count"),
-    "ids of the second linear shifted, gathered": (
         GatheredBlock(lambda ids, x, w: (ids, (ids + 1) % E, x, w)), "the expert ids differ between the linears"),
-    "expert number used as data": (
+    "a different permutation on the way back": (
+        GroupedBlock(Parts(back=lambda s, perm, ids: torch.argsort(perm))),
+        "sorted rows are read at an index that is not a route's position"),
+    "the expert number used as data": (
         GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u * ids.unsqueeze(-1))),
         "the activation reads something else than the first linear"),
-    "row number used as data": (
-        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u * torch.arange(T * K).unsqueeze(-1))),
-        "the activation reads something else than the first linear"),
-    "a different permutation on the way back": (
-        GroupedBlock(Parts(back=lambda s, perm, ids: torch.argsort(perm))), ""),
-    "max instead of sum": (
-        GroupedBlock(Parts(finish=lambda s, y: y.max(dim=1).values)), ""),
-    "mean instead of sum": (
-        GroupedBlock(Parts(finish=lambda s, y: y.mean(dim=1))), "a mean where a sum is expected"),
-    "weight applied twice": (
+    "the weight applied twice": (
         GroupedBlock(Parts(weigh=lambda s, y, w: y * w.unsqueeze(-1) * w.unsqueeze(-1))),
         "the routing weight is applied more than once, or is an expression"),
-    "cross-row operation between the linears": (
-        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u - u.mean(0, keepdim=True))), ""),
-    "softmax between the linears": (
-        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.softmax(g, dim=-1) * u)), ""),
-    "rows of another token": (
-        GroupedBlock(Parts(rows=lambda s, x, perm: x[(perm // K + 1) % T])), ""),
-    "rows by choice instead of token": (
-        GroupedBlock(Parts(rows=lambda s, x, perm: x[perm % K])),
-        "the hidden states is not read at its own token and choice"),
-    "channels shifted between the linears": (
-        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u.roll(1, -1))), ""),
-    "gate and up channels crossed": (
-        GroupedBlock(Parts(between=lambda s, g, u, ids, perm: F.silu(g) * u.flip(-1))), ""),
-    "sum over the first choice only": (
-        GroupedBlock(Parts(finish=lambda s, y: y[:, 0])), ""),
-    "sum of twice the first choice": (
-        GroupedBlock(Parts(finish=lambda s, y: y[:, :1].expand(-1, K, -1).sum(dim=1))), ""),
-    "an expert's bias at the choice, not the expert": (
-        GroupedBlock(Parts(weigh=lambda s, y, w: (y + s.other[0]) * w.unsqueeze(-1))),
-        "the output bias is not read at the expert id"),
 }  # fmt: skip
 
 
@@ -123,25 +92,7 @@ class MutatesHidden(GroupedBlock):
         return super().forward(self.kept)
 
 
-class MutatesIds(GroupedBlock):
-    """The ids are changed in place between the two linears, in memory that the second offsets count."""
-
-    def __init__(self) -> None:
-        super().__init__(Parts(route=self._route, between=self._between, second_ids=lambda s, ids: ids.clone()))
-
-    @staticmethod
-    def _route(s: Any, probs: torch.Tensor) -> Any:
-        values, s.kept = torch.topk(probs, K, dim=-1)
-        return values, s.kept
-
-    @staticmethod
-    def _between(s: Any, g: torch.Tensor, u: torch.Tensor, ids: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-        s.kept.fill_(0)
-        return F.silu(g) * u
-
-
 IMPOSTORS["hidden mutated after it was gathered"] = (MutatesHidden(), "a tensor was changed after the block read it")
-IMPOSTORS["ids edited in place between the linears"] = (MutatesIds(), "")
 
 
 @pytest.mark.parametrize("name", list(IMPOSTORS))
@@ -149,9 +100,8 @@ def test_impostors_are_refused_with_a_reason(name: str) -> None:
     module, reason = IMPOSTORS[name]
     result = recognized(module)
     assert not result.regions
-    assert result.rejections, "nothing said why"
-    reasons = [r.verdict.reason for r in result.rejections]
-    assert not reason or reason in reasons
+    said = [str(r.verdict) for r in result.rejections]
+    assert any(reason in text for text in said), said
     torch._dynamo.reset()
     same_as_eager(module, torch.randn(T, H))
 
@@ -259,55 +209,5 @@ def test_two_regions_under_one_router() -> None:
 def test_a_block_that_reads_another_blocks_result_directly() -> None:
     module, x = nn.Sequential(GroupedBlock(), GatheredBlock(), GroupedBlock()), torch.randn(T, H)
     assert len(recognized(module).regions) == 3
-    torch._dynamo.reset()
-    same_as_eager(module, x)
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    tokens=st.integers(1, 9),
-    gathered=st.booleans(),
-    activation=st.sampled_from(["silu", "gelu", "relu", "tanh", "sigmoid"]),
-    swapped=st.booleans(),
-    scale=st.sampled_from([None, 0.5, 3]),
-    renorm=st.booleans(),
-    dynamic=st.booleans(),
-)
-def test_spellings_are_recognized_or_refused_never_wrong(
-    tokens: int, gathered: bool, activation: str, swapped: bool, scale: float | None, renorm: bool, dynamic: bool
-) -> None:
-    """Random combinations of dispatch, activation, order of halves and router: proved, and equal to eager."""
-    torch._dynamo.reset()
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            base = GroupedBlock()
-            self.gate, self.gate_up, self.down = base.gate, base.gate_up, base.down
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            w, ids = torch.topk(F.softmax(F.linear(x, self.gate), dim=-1), K, dim=-1)
-            if renorm:
-                w = w / (w.sum(-1, keepdim=True) + 1e-20)
-            if scale is not None:
-                w = w * scale
-            if gathered:
-                up = torch.einsum("tkgh,th->tkg", self.gate_up[ids], x).reshape(-1, 2 * I)
-            else:
-                _, perm, offsets = blocks.sorted_rows(ids.reshape(-1))
-                up = blocks.grouped(x[perm // K], self.gate_up.transpose(1, 2), offsets)
-            first, second = up.chunk(2, dim=-1)
-            g, u = (second, first) if swapped else (first, second)
-            a = getattr(torch, activation, None) or getattr(F, activation)
-            mid = a(g) * u
-            if gathered:
-                y = torch.einsum("tki,tkhi->tkh", mid.view(-1, K, I), self.down[ids])
-                return (y * w.unsqueeze(-1)).sum(1)
-            y = blocks.grouped(mid, self.down.transpose(1, 2), offsets) * w.reshape(-1)[perm].unsqueeze(-1)
-            return torch.zeros_like(x).index_add_(0, perm // K, y)
-
-    module, x = Block(), torch.randn(tokens, H)
-    result = recognized(module, x, dynamic)
-    assert len(result.regions) == 1, [str(r.verdict) for r in result.rejections]
     torch._dynamo.reset()
     same_as_eager(module, x)

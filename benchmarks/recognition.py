@@ -62,11 +62,12 @@ def measure(gm: torch.fx.GraphModule, layers: int) -> dict[str, Any]:
     gc.collect()
     gc.freeze()  # what Dynamo holds is not recognition's to collect
     for _ in range(CALLS + 1):
+        result = None  # the last one's terms go before, not during
         start = time.process_time()
         result = recognize(gm)
         seconds.append(time.process_time() - start)
     gc.unfreeze()
-    assert len(result.regions) == layers, [str(r.verdict) for r in result.rejections]
+    assert result is not None and len(result.regions) == layers, [str(r.verdict) for r in result.rejections]
     return {
         "layers": layers,
         "nodes": len(gm.graph.nodes),

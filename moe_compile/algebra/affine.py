@@ -60,11 +60,12 @@ class Axis:
 class Affine:
     """const + sum(coefficient * base). Bases are axes or integer-valued terms, coefficients and const are sizes."""
 
-    __slots__ = ("_hash", "const", "items")
+    __slots__ = ("_free", "_hash", "const", "items")
 
     def __init__(self, const: Size, items: tuple[tuple[Any, Size], ...]) -> None:
         self.const, self.items = const, items
         self._hash = hash((const, items))
+        self._free: frozenset[Axis] | None = None
 
     @staticmethod
     def of(const: Size = 0, items: Mapping[Any, Size] | None = None) -> Affine:
@@ -79,12 +80,16 @@ class Affine:
         return self is other or (isinstance(other, Affine) and self.const == other.const and self.items == other.items)
 
     def __add__(self, other: Affine) -> Affine:
+        if self is ZERO or other is ZERO:
+            return other if self is ZERO else self
         items = dict(self.items)
         for b, c in other.items:
             items[b] = items.get(b, 0) + c
         return Affine.of(self.const + other.const, items)
 
     def scaled(self, k: Size) -> Affine:
+        if (type(k) is int and k == 1) or self is ZERO:
+            return self
         return Affine.of(self.const * k, {b: as_size(c * k) for b, c in self.items})
 
     def __repr__(self) -> str:
@@ -97,10 +102,10 @@ class Affine:
         return self.items[0][0] if len(self.items) == 1 and self.const == 0 and self.items[0][1] == 1 else None
 
     def free(self) -> frozenset[Axis]:
-        out: set[Axis] = set()
-        for b, _ in self.items:
-            out |= {b} if isinstance(b, Axis) else b.free
-        return frozenset(out)
+        if self._free is None:
+            sets = [frozenset((b,)) if isinstance(b, Axis) else b.free for b, _ in self.items]
+            self._free = sets[0] if len(sets) == 1 else frozenset().union(*sets)
+        return self._free
 
     def has_data(self) -> bool:
         """Whether it depends on tensor data."""

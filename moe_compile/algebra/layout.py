@@ -81,7 +81,7 @@ class Val:
 
 
 def dim_size(dim: Dim) -> Size:
-    return times(*(a.size for a in dim))
+    return dim[0].size if len(dim) == 1 else times(*(a.size for a in dim))
 
 
 def replace_axes(dims: tuple[Dim, ...], new: dict[Axis, tuple[Axis, ...]]) -> tuple[Dim, ...]:

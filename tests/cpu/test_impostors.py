@@ -238,7 +238,7 @@ def hidden_mutated_through_an_alias(s: S) -> Any:
     return GATHERED["weighed"](s)
 
 
-@impostor(GATHERED, "halves", "the experts' outputs leave the graph without being summed over the choices")
+@impostor(GROUPED, "halves", "rows that are not in expert order")
 def halves_taken_after_their_base_was_written(s: S) -> Any:
     both = s.first.chunk(2, dim=-1)
     s.first.abs_()

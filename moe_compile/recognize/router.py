@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from ..nodes import fake, storage
 from ..rules.masks import constant
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
+from .gradients import floats
 from .match import Match
 from .place import Computed
 from .reading import scalar_value, sizes_of, strip
@@ -53,6 +55,8 @@ def match_router(writes: Writes, walk: Walk, root: torch.fx.Node, block: Match) 
     made = block.weights.nodes.values() if isinstance(block.weights, Computed) else (block.weights,)
     try:
         nodes = _slice(writes, root, (block.ids, *made))
+        if not walk.gradients.constants.isdisjoint(_floats_behind(made, set(nodes))):
+            raise Unproved("a part of the router is computed without gradients")
         return _read(walk, nodes, block)
     except Unproved as m:
         return m.verdict
@@ -84,6 +88,18 @@ def _slice(writes: Writes, root: torch.fx.Node, ends: tuple[torch.fx.Node, ...])
     if late:
         raise Unproved("the router's tensors are written by an operation that no rule knows", late[0].name)
     return writes.ordered(chosen)
+
+
+def _floats_behind(ends: Iterable[torch.fx.Node], nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
+    """The nodes of the slice that a gradient of `ends` goes through: the floats that they are computed from."""
+    found: set[torch.fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        n = todo.pop()
+        if n in nodes and n not in found and floats(fake(n)):
+            found.add(n)
+            todo.extend(n.all_input_nodes)
+    return found
 
 
 def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:

@@ -26,6 +26,7 @@ from ..nodes import fake, where
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
 from .definitions import Definitions
+from .gradients import Gradients
 from .loops import ended
 from .lowest import Lowest
 from .match import Match, collected, combined, match
@@ -82,6 +83,7 @@ class Walk:
         self.versions = Versions()
         self.lowest = Lowest()
         self.definitions = Definitions()
+        self.gradients = Gradients()
         self.selections: dict[torch.fx.Node, Val] = {}
         self.ranges: dict[LeafKey, int] = {}
         self.distinct: dict[LeafKey, int] = {}
@@ -134,7 +136,10 @@ class Walk:
         tensors = isinstance(value, (torch.Tensor, tuple, list)) or (call is not None and call.mutates)
         if node.op not in ("call_function", "call_method") or not tensors:
             self._written(node)
+            for constant in self.gradients.switched(node):
+                self._env.pop(constant, None)
             return None
+        self.gradients.computed(node, call)
         self.node = node
         self.lowest.visit(node, call)
         result = self._apply(node, call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,9 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def recognized(module: nn.Module, x: torch.Tensor | None = None, dynamic: bool = False) -> Recognition:
+def recognized(
+    module: nn.Module, x: torch.Tensor | None = None, dynamic: bool = False, grad: bool = False
+) -> Recognition:
     """What recognition says of the module's one graph."""
     found: list[Recognition] = []
 
@@ -33,7 +36,7 @@ def recognized(module: nn.Module, x: torch.Tensor | None = None, dynamic: bool =
         found.append(recognize(gm))
         return gm.forward
 
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=True)(torch.randn(T, H) if x is None else x)
     assert len(found) == 1
     return found[0]
@@ -177,6 +180,43 @@ def test_a_combination_read_under_another_name(view: bool) -> None:
     )
     torch._dynamo.reset()
     same_as_eager(module, x)
+
+
+class PartlyConstant(GatheredBlock):
+    """A block of which one part is computed without gradients."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def gradients(part: str) -> Any:
+            return torch.no_grad() if part == self.part else contextlib.nullcontext()
+
+        logits = F.linear(x, self.gate)
+        with gradients("router"):
+            weights, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), K, dim=-1)
+        with gradients("first linear"):
+            up = torch.bmm(self.gate_up[ids.reshape(-1)], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1)
+        g, u = up.chunk(2, dim=-1)
+        y = torch.bmm(self.down[ids.reshape(-1)], (F.silu(g) * u).unsqueeze(-1)).squeeze(-1)
+        return (y * weights.reshape(-1, 1)).view(-1, K, H).sum(dim=1)
+
+
+@pytest.mark.parametrize(("part", "regions"), [("router", 1), ("first linear", 0)])
+def test_what_has_no_gradient_is_not_given_one(part: str, regions: int) -> None:
+    module, x = PartlyConstant(part), torch.randn(T, H)
+    assert len(recognized(module, x, grad=True).regions) == regions
+    torch._dynamo.reset()
+    found = []
+    for call in (module, compiled(module)):
+        module.zero_grad()
+        call(x).square().sum().backward()
+        found.append([p.grad for p in (module.gate, module.gate_up, module.down)])
+    for expected, got in zip(*found):
+        assert (expected is None) == (got is None)
+        if expected is not None:
+            torch.testing.assert_close(got, expected)
 
 
 class SharedRouter(GatheredBlock):

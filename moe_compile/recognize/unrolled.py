@@ -101,6 +101,8 @@ def match_unrolled(walk: Walk, value: Val) -> Match:
     if len(held) != 1 or len(set(map(_signature, experts))) != 1:
         raise Unproved("the experts of the loop are not alike")
     (how,) = held
+    if how == "stacked" and len(set(map(_tensors, experts))) != 1:
+        raise Unproved("the experts of the loop are slices of different tensors")
     if how == "stacked" and {sizes_of(x.down)[0] for x in experts} != {E}:
         raise Unproved("an expert is missing from the loop", f"{E} of {sizes_of(experts[0].down)[0]}")
     return assemble(place, value.dtype, parts[0], experts, E, how)
@@ -134,6 +136,12 @@ def _chooser(e: int, held: set[str]) -> Choose:
         return leaf.index[1:]
 
     return choose
+
+
+def _tensors(x: Expert) -> tuple[object, ...]:
+    """The tensors that an expert's weights and biases are read from."""
+    leaves = (x.down, x.down_bias, *(t for s in x.streams for t in (s.weight, s.bias)))
+    return tuple(None if t is None else t.attr for t in leaves)
 
 
 def _signature(x: Expert) -> tuple[object, ...]:

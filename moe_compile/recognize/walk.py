@@ -211,7 +211,7 @@ class Walk:
 
     def definition(self, leaf: Term) -> Term | None:
         """The term of a leaf's element by the operation that made its node, where a rule can tell."""
-        return self.definitions.of(self, leaf)
+        return None if leaf.attr.node in self.gradients.constants else self.definitions.of(self, leaf)
 
     def cut_at(self, node: torch.fx.Node) -> None:
         """From here on, `node` and what it wrote into are leaves of themselves."""

@@ -246,6 +246,17 @@ def combined_with_the_choices_reversed(x, router, gate_up, down, scale, bias):
     return torch.einsum("tk,sjh->th", w, y)
 
 
+@miss(stacked, "the experts of the loop are slices of different tensors")
+def a_slice_of_an_edited_tensor(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        g, u = F.linear(x, gate_up[e]).chunk(2, dim=-1)
+        second = down - 1 if e == 2 else down
+        out = out + F.linear(F.silu(g) * u, second[e]) * (w * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,10 @@ def _full(c: Context, call: Call) -> Result:
         if not isinstance(value, (int, float)):
             return None
     dims, _ = new_axes(c.sizes)
-    held = torch.full((), value, dtype=c.dtype, device="cpu").item()  # 2.7 as an integer is 2
+    try:
+        held = torch.full((), value, dtype=c.dtype, device="cpu").item()  # 2.7 as an integer is 2
+    except RuntimeError:  # an infinity as an integer: what the graph then does is not ours to say
+        return None
     return Val(dims, c.terms.const(float(held)), c.dtype)
 
 

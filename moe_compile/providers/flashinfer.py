@@ -4,7 +4,7 @@ In: ExpertsSpec and a device; for the call, routed tokens and native weights. Ou
 FlashInfer's own answer where it gives one before the call (its architecture lists, formats, activations and, on a
 device, the runner's check); `limits` adds what it enforces only once called, with the place.
 Invariants: a call never uses an untuned tactic: the first one of a token bucket runs FlashInfer's tuner, outside of any
-CUDA graph (`warm`), and where that can't be, aten serves the call. Routing is given: ids int32, weights fp32.
+CUDA graph (`_warm`), and where that can't be, aten serves the call. Routing is given: ids int32, weights fp32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..hardware import Device
@@ -127,7 +128,7 @@ class FlashInfer(Provider):
                 return verdict
         try:
             self._make_runner(spec, device)
-        except (NotImplementedError, ValueError, RuntimeError) as error:  # what MoELayer takes for "not this one"
+        except (NotImplementedError, ValueError, RuntimeError, ImportError, OSError) as error:
             return Reject("FlashInfer refuses", str(error))
         return OK
 
@@ -138,7 +139,7 @@ class FlashInfer(Provider):
         return self.stored.bytes_of(spec)
 
     def version(self) -> str:
-        return f"flashinfer-{fi.release('flashinfer-python')}+{triton_version()}"
+        return f"flashinfer-{version('flashinfer-python')}+{triton_version()}"
 
     # How much
 
@@ -192,21 +193,8 @@ class FlashInfer(Provider):
         pick = _ready(self, spec, device).picks.get(self.bucket(T))
         return tactic if tactic.knobs or pick is None else Tactic.of(PICK=pick_text(pick))
 
-    def warm(
-        self, packed: ExpertWeights, tactic: Tactic, spec: ExpertsSpec, T: int,
-        inputs: tuple[Tensor, Tensor, Tensor | None],
-    ) -> Tactic:  # fmt: skip
-        """Prepare T tokens: lay out weights, compile, and where the tactic is empty run FlashInfer's tuner on `inputs`
-        (hidden, ids, weights, of T rows). The tactic to use.
-        """
-        assert inputs[0].shape[0] == T
-        ready = _ready(self, spec, inputs[0].device)
-        pick = self._warm(ready, self.pick(tactic), *inputs, packed)
-        return Tactic.of(PICK=pick_text(pick))
-
-    def _warm(
-        self, ready: Ready, fixed: Any, x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights,
-    ) -> Any:  # fmt: skip
+    def _warm(self, ready: Ready, fixed: Any, x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Any:
+        """Lay out weights, compile, and where no tactic is named run FlashInfer's tuner on these tokens: the tactic."""
         if fi.capturing():
             what = "run the model once at this size before the graph is captured"
             raise Unserved(Reject("FlashInfer isn't tuned for these sizes inside a CUDA graph", what))

@@ -412,9 +412,10 @@ def test_the_librarys_results_are_kept_beside_ours(monkeypatch, tmp_path):
     assert fi.tuning_file() == str(tmp_path / "flashinfer-0.7.4.json")
 
 
-def test_warm_returns_the_tactic_to_use(fake):
+def test_a_tuner_can_ask_what_an_open_tactic_came_to(fake):
     weights = small_weights()
-    tactic = fake.warm(weights, Tactic(), SMALL, 3, routed(3))
+    call(3, weights)
+    tactic = fake.settled(Tactic(), SMALL, CPU, 3)
     assert str(tactic) == "PICK=best_3"
     assert fake.settled(Tactic(), SMALL, CPU, 4) == tactic
     assert fake.settled(Tactic(), SMALL, CPU, 8) == Tactic()

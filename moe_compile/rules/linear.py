@@ -33,7 +33,11 @@ def _dot(c: Context, left: Val, right: Val, batch: int, left_in: int, right_in: 
 def contract(c: Context, axes: tuple[Axis, ...], a: Term, b: Term) -> Term:
     """sum over `axes` of a * b, operands in a fixed order. Over the choices, or the experts that weights were scattered
     over, it is a combination, as if spelled by a product and a sum."""
-    if axes and (a.chosen | b.chosen).issuperset(axes):
+    if axes:
+        combines = (a.chosen | b.chosen).issuperset(axes)
+    else:  # over a single choice: an expert's output times what no expert id indexes
+        combines = (a.dots or b.dots) and not (a.routed and b.routed)
+    if combines:
         return c.terms.bind("sum", axes, (c.terms.make("pw", (a, b), attr="mul", dtype=c.dtype),), dtype=c.dtype)
     first, second = sorted((a, b), key=lambda t: t.id)
     return c.terms.bind("dot", axes, (first, second), dtype=c.dtype)

@@ -238,6 +238,13 @@ def combined_by_bmm(x, router, gate_up, down, scale, bias):
     return torch.bmm(w.unsqueeze(1), y).squeeze(1)
 
 
+@spelling(stacked, weight="output", K=1)
+def one_choice_combined_by_einsum(x, router, gate_up, down, scale, bias):
+    w, ids = torch.topk(F.softmax(F.linear(x, router), dim=-1), 1, dim=-1)
+    g, u = torch.einsum("th,tkgh->tkg", x, gate_up[ids]).chunk(2, dim=-1)
+    return torch.einsum("tk,tkh->th", w, torch.einsum("tki,tkhi->tkh", F.silu(g) * u, down[ids]))
+
+
 @miss(stacked, "")
 def combined_with_the_choices_reversed(x, router, gate_up, down, scale, bias):
     w, ids = route(x, router)

@@ -1,9 +1,7 @@
-"""Correctness and speed of our Triton kernels on a GPU, alone (routing given): the numbers behind the tactics' order.
+"""Our kernels one by one on a GPU: what the cost model's constants are fitted to, and helpers that benchmarks share.
 
-In: geometries and token counts on the command line. Out: tables on stdout, kernels.json under $OUT (or .).
-  check   bf16 against fp64 on sampled rows, beside the error of the torch bf16 path; fp16, fp32; repeatability; graphs
-  stages  sort, fc1, fc2 and finalize alone, for each variant of STAGE_VARIANTS
-  total   every tactic of both providers' lists, beside torch._grouped_mm (sorting included on both sides)
+In: geometries and token counts on the command line. Out: tables on stdout, kernels.json under $OUT (or .): sort, fc1,
+fc2 and finalize alone, for each variant of STAGE_VARIANTS. Whole calls and other libraries: `moe-compile bench`.
 Time is the median over interleaved replays of CUDA graphs that run layers with distinct weights (L2 never holds them);
 routing is the softmax of a random linear router over random hidden rows. Kernels are compiled in parallel beforehand.
 """
@@ -26,14 +24,11 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from moe_compile.activation import Activation, evaluate
-from moe_compile.hardware import facts
-from moe_compile.kernels import finalize, grouped, sort
-from moe_compile.kernels import launch as kernel_launch
+from moe_compile.kernels import finalize, grouped, launch, sort
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
-from moe_compile.providers import triton_decode, triton_grouped
-from moe_compile.providers.base import Tactic
+from moe_compile.providers import triton_grouped
 from moe_compile.spec import ExpertsSpec, Layout, torch_dtype
 
 OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
@@ -134,41 +129,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
     return (d.norm() / want.norm()).item(), (d.abs().max() / want.abs().max()).item()
 
 
-def tactics_of(spec: ExpertsSpec, T: int, device: torch.device) -> list[tuple[Any, Tactic]]:
-    found = [(GROUPED, t) for t, _ in GROUPED.tactics(spec, facts(device), T)]
-    if T <= 8:
-        found += [(DECODE, t) for t, _ in DECODE.tactics(spec, facts(device), T)]
-    return found
-
-
-GROUPED, DECODE = triton_grouped.TritonGrouped(), triton_decode.TritonDecode()
-EXTRA_DECODE = [
-    f"N1={n1},K1={k1},W1={w1},N2={n2},K2={k2},W2={w2}"
-    for n1, k1, w1, n2, k2, w2 in [
-        (2, 1024, 4, 2, 256, 4), (2, 1024, 4, 8, 256, 8), (2, 1024, 4, 8, 128, 4), (2, 1024, 4, 4, 512, 8),
-        (4, 1024, 4, 4, 256, 4), (1, 1024, 4, 4, 256, 4), (2, 512, 2, 4, 256, 4), (4, 512, 4, 4, 256, 4),
-    ]
-]  # fmt: skip
-EXTRA_DECODE_TRANSPOSED = [
-    f"N1={n1},K1={k1},W1={w1},N2={n2},K2={k2},W2={w2}"
-    for n1, k1, w1, n2, k2, w2 in [
-        (16, 256, 4, 32, 128, 4), (32, 128, 8, 64, 64, 8), (32, 128, 4, 64, 64, 4), (32, 256, 8, 64, 128, 8),
-    ]
-]  # fmt: skip
-
-
-EXTRA_GROUPED = [  # beside the provider's own lists, at few tokens
-    f"M=16,N1={n1},K1={k1},W1=4,S1={s1},SWAP1=1,TMA1=0,N2={n2},K2={k2},W2=4,S2={s2},SWAP2=1,TMA2=0"
-    for n1, k1, s1, n2, k2, s2 in [(64, 64, 4, 128, 64, 4), (32, 128, 4, 64, 128, 4), (32, 128, 4, 64, 64, 4)]
-]
-
-
-def extras_of(spec: ExpertsSpec) -> list[tuple[Any, Tactic]]:
-    decode = EXTRA_DECODE if spec.down == "EHI" else EXTRA_DECODE_TRANSPOSED
-    return [(DECODE, Tactic.parse(t)) for t in decode] + [(GROUPED, Tactic.parse(t)) for t in EXTRA_GROUPED]
-
-
-# --- compile in parallel: forked workers without CUDA run the launchers with every launch replaced by a warm-up ---
+# --- compile in parallel: forked workers without CUDA, where a launch only compiles ---
 
 
 class NoDevice:
@@ -189,36 +150,30 @@ class NoDevice:
         return 0
 
 
-def compile_job(job: tuple[str, str, int, str, str]) -> str:
-    kind, name, M, text, extra = job
+def compile_only(bound: Any, key: Any, grid: Any, arguments: tuple[Any, ...], free: tuple[int, ...]) -> None:
+    """In place of launch.Bound._compile."""
+    bound.kernel.warmup(*arguments, *free, *bound.constants, grid=grid, **bound.options)
+
+
+def compile_job(job: tuple[str, str, int, tuple[int, ...]]) -> str:
+    kind, name, M, variant = job
     from triton.runtime.driver import driver
 
     driver.set_active(NoDevice(90))
-    kernel_launch.overlaps = lambda device: True
-    run = triton.runtime.jit.JITFunction.run
-    triton.runtime.jit.JITFunction.run = lambda *a, warmup=False, **k: run(*a, warmup=True, **k)
+    launch.overlaps = lambda device: True
+    launch.Bound._compile = compile_only
     try:
-        changes = json.loads(extra)
-        spec = spec_of(name, **changes)
+        spec = spec_of(name)
         p = weights_of(spec, "cpu", draw=False)
-        T = 64
-        x = torch.empty(T, spec.H, dtype=torch_dtype(spec.x))
-        ids = torch.zeros(T, spec.K, dtype=torch.int64)
-        weights = torch.empty(T, spec.K, dtype=torch_dtype(spec.w))
-        if kind in ("fc1", "fc2"):
-            stage(kind, spec, M, tuple(map(int, text.split())), x, sort_routes(ids, spec.E, M), p)()
-        else:
-            provider = GROUPED if kind == GROUPED.name else DECODE
-            triton_grouped.hopper = lambda device: True
-            provider.build(Tactic.parse(text), spec, torch.device("cpu"))(x, ids, weights, p)
+        x = torch.empty(64, spec.H, dtype=torch_dtype(spec.x))
+        ids = torch.zeros(64, spec.K, dtype=torch.int64)
+        stage(kind, spec, M, variant, x, sort_routes(ids, spec.E, M), p)()
         return ""
     except Exception as e:  # noqa: BLE001  (reported; the timing below skips the variant)
         return f"{job}: {type(e).__name__} {str(e)[-400:]}"
-    finally:
-        triton.runtime.jit.JITFunction.run = run
 
 
-def compile_all(jobs: list[tuple[str, str, int, str, str]]) -> set[tuple[str, str, int, str, str]]:
+def compile_all(jobs: list[Any]) -> set[Any]:
     """Jobs that failed."""
     jobs, began = list(dict.fromkeys(jobs)), time.time()
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 16), mp_context=get_context("fork")) as pool:
@@ -321,7 +276,7 @@ def time_stages(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeigh
             calls[f"sort M={M} three launches"] = [lambda i=i, M=M: sort_with(0, i[1], spec.E, M) for i in inputs]
             for kind in ("fc1", "fc2"):
                 for v in variants_for(kind, M):
-                    if (kind, name, M, " ".join(map(str, v)), "{}") not in skip:
+                    if (kind, name, M, v) not in skip:
                         calls[f"{kind} M={M} {v}"] = [
                             stage(kind, spec, M, v, i[0], s, p) for i, s, p in zip(inputs, plans, layers)
                         ]
@@ -343,172 +298,29 @@ def limit_us(spec: ExpertsSpec, ids: torch.Tensor) -> float:
     return 1e6 * max(len(ids.unique()) * size * 2 / BANDWIDTH, 2 * ids.numel() * size / PEAK)
 
 
-def time_totals(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeights], extras: bool) -> list[Any]:
-    spec, device, rows = spec_of(name), torch.device("cuda"), []
-    for T in Ts:
-        inputs = [tokens_of(spec, T) for _ in layers]
-        repeat = 2 if T <= 16 else 1
-        chosen = tactics_of(spec, T, device)
-        if extras and T <= 8:
-            chosen += extras_of(spec)
-        calls: dict[str, list[Any]] = {}
-        for provider, tactic in dict.fromkeys(chosen):
-            run = provider.build(tactic, spec, device)
-            calls[f"{provider.name}({tactic})"] = [
-                lambda run=run, i=i, p=p: run(*i, p) for i, p in zip(inputs, layers)
-            ] * repeat
-        calls["torch._grouped_mm"] = [lambda i=i, p=p: torch_path(spec, *i, p) for i, p in zip(inputs, layers)] * repeat
-        us = timer.medians(calls)
-        limit = statistics.mean(limit_us(spec, i[1]) for i in inputs)
-        ranked = sorted((v[0], k) for k, v in us.items())
-        base, default, (best, which) = us["torch._grouped_mm"][0], us[next(iter(calls))][0], ranked[0]
-        print(f"{name} T={T} limit {limit:.1f}: grouped_mm {base:.1f}; best {best:.1f} ({best / limit:.2f}x) {which}; "
-              f"default {default:.1f}", flush=True)  # fmt: skip
-        for u, k in ranked[1:6]:
-            print(f"    {u:.1f} {k}", flush=True)
-        rows.append({
-            "geometry": name, "E": spec.E, "K": spec.K, "H": spec.H, "I": spec.I, "T": T, "limit_us": round(limit, 1),
-            "us": {k: round(v[0], 2) for k, v in us.items()}, "spread": round(max(v[1] for v in us.values()), 3),
-        })  # fmt: skip
-        del calls
-    return rows
-
-
-def check(names: list[str]) -> list[Any]:
-    """Prints and returns a row for each case; raises AssertionError where a result is worse than it may be."""
-    device, rows = torch.device("cuda"), []
-    for name in names:
-        for x, Ts in (("bf16", (1, 5, 70, 700)), ("f16", (3, 130)), ("f32", (33,))):
-            if x != "bf16" and name not in ("qwen3_30b", "gpt_oss_20b"):
-                continue
-            spec = spec_of(name, x=x, out=x)
-            p = weights_of(spec, "cuda")
-            for T in Ts:
-                i = tokens_of(spec, T)
-                picked = sorted({0, T - 1, *torch.randint(0, T, (6,)).tolist()})
-                want = exact_rows(spec, picked, *i, p)
-                base = error(torch_path(spec, *i, p)[picked], want) if x == "bf16" else None
-                for provider, tactic in tactics_of(spec, T, device):
-                    run = provider.build(tactic, spec, device)
-                    got = run(*i, p)
-                    rms, top = error(got[picked], want)
-                    again = torch.equal(got, run(*i, p))
-                    finite = bool(got.isfinite().all())
-                    bound = 1.1 * base[0] if base else {"f16": 1e-3, "f32": 3e-6}[x]
-                    good = rms <= bound and again and finite
-                    rows.append({"geometry": name, "x": x, "T": T, "tactic": f"{provider.name}({tactic})", "rms": rms,
-                                 "max": top, "torch_rms": base and base[0], "bitwise": again, "ok": good})  # fmt: skip
-                    if not good:
-                        print("BAD", rows[-1], flush=True)
-                worst = max(r["rms"] for r in rows if (r["geometry"], r["x"], r["T"]) == (name, x, T))
-                print(f"check {name} {x} T={T}: worst rms {worst:.2e}, torch {base and base[0]}", flush=True)
-            # sentinels: dropped routes read nothing, a token without routes is exactly zero; graph replay = eager
-            T = 40
-            hidden, ids, weights = tokens_of(spec, T)
-            dropped = ids % 3 == 0
-            ids = torch.where(dropped, spec.E, ids)
-            ids[7] = -1
-            for t in (*p.gate_up, p.down, *p.gate_up_bias, *(() if p.down_bias is None else (p.down_bias,))):
-                t[0::3] = float("nan")
-            for provider, tactic in tactics_of(spec, T, device)[:2] + tactics_of(spec, 1, device)[-1:]:
-                run = provider.build(tactic, spec, device)
-                eager = run(hidden, ids, weights, p)
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    replayed = run(hidden, ids, weights, p)
-                graph.replay()
-                good = bool(eager.isfinite().all()) and not eager[7].any() and torch.equal(eager, replayed)
-                case = f"sentinels {provider.name}({tactic})"
-                rows.append({"geometry": name, "x": x, "T": T, "tactic": case, "rms": 0.0, "ok": good})
-                if not good:
-                    print("BAD", rows[-1], flush=True)
-    big = spec_of("qwen3_30b")
-    for T, K in ((70000, 8), (3, 8), (1024, 8), (1025, 8)):  # sort at sizes beyond a chunk
-        from moe_compile.kernels.sort import sort_routes_reference
-
-        ids = torch.randint(-1, big.E + 1, (T, K), device="cuda")
-        got, want = sort_routes(ids, big.E, 64), sort_routes_reference(ids, big.E, 64)
-        n = int(((ids >= 0) & (ids < big.E)).sum())
-        good = torch.equal(got.tiles(), want.tiles()) and torch.equal(got.routes()[:n], want.routes()[:n])
-        rows.append({"sort": T * K, "ok": good})
-        print("sort", T * K, good, flush=True)
-    print("all ok" if all(r["ok"] for r in rows) else "NOT ALL OK", flush=True)
-    return rows
-
-
-def host_us(name: str) -> dict[str, float]:
-    """Host time of one eager call, us."""
-    spec, device, out = spec_of(name), torch.device("cuda"), {}
-    p, i = weights_of(spec, "cuda"), tokens_of(spec, 4)
-    for provider in (GROUPED, DECODE):
-        run = provider.build(provider.tactics(spec, facts(device), 4)[0][0], spec, device)
-        for n in (20, 200):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(n):
-                run(*i, p)
-            out[provider.name] = 1e6 * (time.perf_counter() - began) / n
-        torch.cuda.synchronize()
-    return out
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["check", "stages", "total", "extras", "host"])
     parser.add_argument("--geometries", default="qwen3_30b,mixtral,olmoe,qwen3next,gpt_oss_20b")
-    parser.add_argument("--tokens", default="1,2,4,8,16,64,256,1024,4096")
+    parser.add_argument("--tokens", default="16,64,256,1024,4096")
     parser.add_argument("--seconds", type=float, default=280, help="stop starting new geometries after this")
     args = parser.parse_args()
     began, names, Ts = time.time(), args.geometries.split(","), [int(t) for t in args.tokens.split(",")]
-    jobs: list[tuple[str, str, int, str, str]] = []
-    triton_grouped.hopper = lambda device: True
-    for name in names:
-        spec = spec_of(name)
-        if "stages" in args.what:
-            jobs += [(kind, name, M, " ".join(map(str, v)), "{}") for T in Ts if T > 8 for M in blocks_for(spec, T)
-                     for kind in ("fc1", "fc2") for v in variants_for(kind, M)]  # fmt: skip
-        if "total" in args.what:
-            jobs += [(p.name, name, 0, str(t), "{}") for T in Ts for p, t in tactics_of(spec, T, torch.device("cuda"))]
-        if "extras" in args.what:
-            jobs += [(p.name, name, 0, str(t), "{}") for p, t in extras_of(spec)]
-        if "check" in args.what:
-            for x, checked in (("bf16", (1, 5, 70, 700)), ("f16", (3, 130)), ("f32", (33,))):
-                if x == "bf16" or name in ("qwen3_30b", "gpt_oss_20b"):
-                    changed = spec_of(name, x=x, out=x)
-                    jobs += [(p.name, name, 0, str(t), json.dumps({"x": x, "out": x})) for T in checked
-                             for p, t in tactics_of(changed, T, torch.device("cuda"))]  # fmt: skip
-    skip = compile_all(jobs)
+    skip = compile_all([
+        (kind, name, M, v) for name in names for T in Ts for M in blocks_for(spec_of(name), T)
+        for kind in ("fc1", "fc2") for v in variants_for(kind, M)
+    ])  # fmt: skip
     result: dict[str, Any] = {"date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
                               "versions": {"torch": torch.__version__, "triton": triton.__version__}}  # fmt: skip
-    out = Path(os.environ.get("OUT", "."))
-
-    def save() -> None:
-        (out / "kernels.json").write_text(json.dumps(result, indent=1))
-
     torch.manual_seed(0)
-    if "check" in args.what:
-        result["check"] = check(names)
-        save()
-    if "host" in args.what:
-        result["host_us"] = host_us("qwen3_30b")
-        print("host us a call", result["host_us"], flush=True)
     timer = Timer()
     for name in names:
         if time.time() - began > args.seconds:
             print("out of time before", name, flush=True)
             break
-        spec = spec_of(name)
-        torch.cuda.empty_cache()
-        layers = [weights_of(spec, "cuda") for _ in range(2 if name == "dsv3" else 3)]
-        if "stages" in args.what:
-            result.setdefault("stages", []).extend(time_stages(name, [T for T in Ts if T > 8], timer, layers, skip))
-            save()
-        if "total" in args.what:
-            result.setdefault("cells", []).extend(time_totals(name, Ts, timer, layers, "extras" in args.what))
-            save()
-        print(f"-- {name} done at {time.time() - began:.0f} s", flush=True)
+        layers = [weights_of(spec_of(name), "cuda") for _ in range(2 if name == "dsv3" else 3)]
+        result.setdefault("stages", []).extend(time_stages(name, Ts, timer, layers, skip))
+        (Path(os.environ.get("OUT", ".")) / "kernels.json").write_text(json.dumps(result, indent=1))
         del layers
-    save()
 
 
 if __name__ == "__main__":

@@ -11,10 +11,14 @@ from moe_compile.hardware import facts  # noqa: E402
 from moe_compile.kernels.grouped import gate_and_up  # noqa: E402
 from moe_compile.kernels.sort import sort_routes, sort_routes_reference  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
+from moe_compile.peers import PEERS  # noqa: E402
+from moe_compile.plan import shortlist  # noqa: E402
+from moe_compile.providers import launcher  # noqa: E402
 from moe_compile.providers.triton_decode import TritonDecode  # noqa: E402
 from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
 from moe_compile.providers.triton_hopper import TritonHopper  # noqa: E402
 from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, torch_dtype  # noqa: E402
+from moe_compile.suite import GEOMETRIES, tokens_of, weights_of  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 PROVIDERS = (TritonGrouped(), TritonDecode(), TritonHopper())
@@ -207,3 +211,23 @@ def test_many_rows_of_poison_and_of_odd_strides(H):
         assert run(x[:0], ids[:0], weights[:0], p).shape == (0, H)
         ids.copy_(torch.rand((900, spec.E), device=GPU).argsort(1)[:, : spec.K])
         ids[ids == 2], ids[5] = spec.E, -1
+
+
+@pytest.mark.parametrize("T", [3, 70, 700, 4096])
+@pytest.mark.parametrize("name", ["qwen3_30b", "gpt_oss_20b"])
+def test_no_more_error_than_torch(name, T):
+    """RMS against fp64 at most 1.1 of what torch._grouped_mm with a bf16 activation has, for each tactic."""
+    spec = GEOMETRIES[name]
+    weights = weights_of(spec, GPU)
+    x, ids, w = tokens_of(spec, T, GPU)
+    tokens = sorted({0, T // 2, T - 1})
+    want = exact(spec, tokens, x, ids, w, weights)
+
+    def error(got: torch.Tensor) -> float:
+        return ((got[tokens].double() - want).norm() / want.norm()).item()
+
+    torch_error = error(PEERS["torch._grouped_mm"](spec, GPU)(x, ids, w, weights))
+    for provider in PROVIDERS:
+        for priced in shortlist(spec, facts(GPU), T, (provider.name,))[:3]:
+            run = launcher(priced.candidate, spec, GPU)
+            assert error(run(x, ids, w, weights)) <= 1.1 * torch_error, str(priced.candidate)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
-from ..verdict import Verdict
+from ..verdict import Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
 from .triton_grouped import (
@@ -40,6 +40,10 @@ class TritonDecode(Provider):
         return triton_available()
 
     def supports(self, spec: ExpertsSpec, device: Device) -> Verdict:
+        if spec.post != "none":
+            return Reject(
+                "a norm of each expert's output", "a program of the second launch has some of its columns only"
+            )
         return triton_supports(spec, device)
 
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:

@@ -47,8 +47,6 @@ def triton_supports(spec: ExpertsSpec, device: Device) -> Verdict:
         return Reject("fp64 is not supported", f"x={spec.x} out={spec.out}")
     if spec.tensors == "listed":
         return Reject("experts in tensors of their own", "our kernels address one tensor by expert number")
-    if spec.post != "none":
-        return Reject("a norm of each expert's output", f"post={spec.post} is not in our kernels' epilogues")
     if spec.E > 4096:
         return Reject("too many experts", f"E={spec.E} is over 4096")
     if device.type == "cpu":
@@ -84,8 +82,8 @@ def active_experts(spec: ExpertsSpec, T: int) -> float:
 
 
 class TritonGrouped(Provider):
-    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile; for the first and the
-    second linear N, K, W(arps), S(tages), SWAP and TMA, all as in kernels.grouped.Tile."""
+    """Sort, fc1 with bias and activation, fc2 with bias, norm, weighted sum. Knobs: M rows of a tile; for both linears
+    N, K, W(arps), S(tages), SWAP and TMA, all as in kernels.grouped.Tile."""
 
     name = "triton_grouped"
 
@@ -131,7 +129,10 @@ class TritonGrouped(Provider):
                 choices=K, sizes=sizes, gated=gated, halves=halves, k_major=k_major, tile=first,
             )  # fmt: skip
             y_RH = fc2(act_RI, packed.down, packed.down_bias, schedule, k_major=down_k_major, tile=second)
-            return finalize(y_RH, ids_TK, weights_TK if after else None, E, out_dtype)
+            return finalize(
+                y_RH, ids_TK, weights_TK if after else None, E, out_dtype, post=spec.post, eps=spec.eps,
+                post_scale=packed.post_scale,
+            )  # fmt: skip
 
         return on_device(run, device)
 

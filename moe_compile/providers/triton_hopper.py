@@ -120,7 +120,10 @@ class TritonHopper(Provider):
                 k_major=k_major, tile=first,
             )  # fmt: skip
             y_RH = fc2(act_RI, packed.down, packed.down_bias, schedule, k_major=down_k_major, tile=second)
-            return finalize(y_RH, ids_TK, weights_TK if after else None, E, out_dtype)
+            return finalize(
+                y_RH, ids_TK, weights_TK if after else None, E, out_dtype, post=spec.post, eps=spec.eps,
+                post_scale=packed.post_scale,
+            )  # fmt: skip
 
         return on_device(run, device)
 

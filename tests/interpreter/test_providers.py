@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import torch
 
-from moe_compile import cost
+from moe_compile import cost, reference
 from moe_compile.activation import Activation, evaluate
 from moe_compile.hardware import facts
 from moe_compile.kernels import decode, grouped
@@ -220,6 +220,31 @@ def test_twins():
     torch.testing.assert_close(
         z, decode.down_reference(a_twin, ids, w, p.down, p.down_bias, torch.float32, k_major=True)
     )
+
+
+@pytest.mark.parametrize("post", ["rms", "scaled_rms"])
+def test_a_norm_of_each_experts_output(post):
+    spec = spec_of(post=post, eps=1e-5, bias="both", K=3)
+    x, ids, w, p = draw(spec, 9)
+    scale = torch.linspace(0.5, 2, spec.H) if post == "scaled_rms" else None
+    p = dataclasses.replace(p, post_scale=scale)
+    ids[4, 1], ids[6] = spec.E, -1
+    double = ExpertWeights(
+        gate_up=tuple(t.double() for t in p.gate_up), down=p.down.double(),
+        gate_up_bias=tuple(t.double() for t in p.gate_up_bias), down_bias=p.down_bias.double(),
+        post_scale=None if scale is None else scale.double(),
+    )  # fmt: skip
+    want = reference.experts(reference.exact(spec), x.double(), ids, w.double(), double)
+    out = launcher(Candidate(provider="triton_grouped", tactic=GROUPED[0]), spec, CPU)(x, ids, w, p)
+    torch.testing.assert_close(out, want.float(), rtol=1e-4, atol=1e-4)
+    assert not out[6].any()
+    y = torch.randn(27, spec.H)
+    got, twin = (
+        f(y, ids, w, spec.E, torch.float32, post=post, eps=spec.eps, post_scale=scale)
+        for f in (finalize, finalize_reference)
+    )
+    torch.testing.assert_close(got, twin)
+    assert "norm" in str(TritonDecode().supports(spec, facts(CPU)))
 
 
 def test_runs_twice_bitwise():

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import lru_cache
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,10 +54,15 @@ _EXPERTS = {
 }
 
 
-def _huggingface(implementation: str, most: int | None = None) -> Callable[[ExpertsSpec, torch.device], Run | Reject]:
-    """transformers' experts under Inductor, as `generate` runs them. most: T * K beyond which it is not tried, for
-    batched_mm copies an expert's weights for each route."""
+def _forward(experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> Any:
+    return experts(x, ids, w)
 
+
+def _huggingface(implementation: str, most: int | None = None) -> Callable[[ExpertsSpec, torch.device], Run | Reject]:
+    """transformers' experts under Inductor, as `generate` runs them; compiled for each T, and kept. most: T * K beyond
+    which it is not tried, for batched_mm copies an expert's weights for each route."""
+
+    @lru_cache(None)
     def peer(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
         key = (spec.gate_up.storage, spec.gate_up.halves, spec.down, spec.bias)
         swiglu = spec.act == Activation.parse("swiglu")
@@ -83,12 +89,15 @@ def _huggingface(implementation: str, most: int | None = None) -> Callable[[Expe
                 modules[id(weights)] = made
             return modules[id(weights)]
 
-        compiled = torch.compile(lambda experts, *args: experts(*args), fullgraph=True, dynamic=False)
+        compiled: dict[int, Any] = {}  # by T: beyond 8 shapes torch.compile gives up on a function
 
         def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
             if most is not None and ids.numel() > most:
                 raise ValueError(f"not tried beyond {most} routes")
-            out: torch.Tensor = compiled(module_of(weights), x, ids, w.to(x.dtype))
+            if x.shape[0] not in compiled:
+                forward = FunctionType(_forward.__code__.replace(), globals())  # shapes are counted by code object
+                compiled[x.shape[0]] = torch.compile(forward, fullgraph=True, dynamic=False)
+            out: torch.Tensor = compiled[x.shape[0]](module_of(weights), x, ids, w.to(x.dtype))
             return out
 
         return run

@@ -6,7 +6,7 @@
                          000_after.py       graph 0 with its blocks replaced, and what that changed
                          000_1_costs.txt    region 1 of graph 0: the cost model's formulas with their numbers
                          000_1_repro.py     runs it alone, with random weights, against the reference
-                         candidates.csv     every candidate of every token bucket: predicted, measured, chosen
+                         candidates.csv     every candidate of every token bucket: what was predicted, what was measured
                          journal.jsonl      every event, as it came
                          report.txt, report.html    the whole, to read; written when the `with` or the process ends
 
@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import csv
+import io
 import json
 import os
 import sys
@@ -74,11 +76,19 @@ class Dumper:
         elif isinstance(event, journal.RegionFound):
             self._found[event.graph, event.region] = event
         elif isinstance(event, journal.Planned):
-            for line in _candidates(event):
-                self._append("candidates.csv", line, head=_CANDIDATES)
+            self._append_candidates(event)
             self._new(f"{number}_{event.region}_costs.txt", costs(event))
             if found := self._found.pop((event.graph, event.region), None):
                 self._new(f"{number}_{event.region}_repro.py", repro(found, event.plan))
+
+        elif isinstance(event, journal.Tuned):
+            self._append_candidates(event)
+
+    def _append_candidates(self, event: journal.Planned | journal.Tuned) -> None:
+        for row in _candidates(event):
+            line = io.StringIO()
+            csv.writer(line, lineterminator="").writerow(row)
+            self._append("candidates.csv", line.getvalue(), head=_CANDIDATES)
 
     def _reports(self) -> None:
         self._new("report.txt", str(Report.from_events(self._events)))
@@ -150,18 +160,24 @@ def follow_environment() -> None:
         _following = folder, stop_following
 
 
-_CANDIDATES = "graph,region,up_to_tokens,priced_at_tokens,candidate,predicted_us,measured_us,limit_us,chosen"
+_CANDIDATES = "graph,regions,up_to_tokens,at_tokens,candidate,predicted_us,measured_us,spread,limit_us,chosen,why_not"
 
 
-def _candidates(event: journal.Planned) -> Iterator[str]:
-    """Lines of candidates.csv; candidates hold commas and are quoted."""
+def _candidates(event: journal.Planned | journal.Tuned) -> Iterator[list[Any]]:
+    """Rows of candidates.csv: what a plan was offered, or what tuning tried."""
+    if isinstance(event, journal.Tuned):
+        regions = " ".join(map(str, event.regions))
+        for t in event.trials:
+            times = [f"{t.predicted_us:.3f}", "" if t.us is None else f"{t.us:.3f}", f"{t.spread:.4f}", ""]
+            chosen = int(t.candidate == event.chosen)
+            yield [event.graph, regions, event.tokens, event.at, t.candidate, *times, chosen, t.why]
+        return
     for bucket in event.buckets:
-        bound = "" if bucket.bound is None else bucket.bound
+        bound = "*" if bucket.bound is None else bucket.bound
         for offer in bucket.offers:
-            measured = "" if offer.measured is None else f"{1e6 * offer.measured:.3f}"
-            times = f"{1e6 * offer.predicted:.3f},{measured},{1e6 * bucket.limit:.3f}"
+            times = [f"{1e6 * offer.predicted:.3f}", "", "", f"{1e6 * bucket.limit:.3f}"]
             chosen = int(offer.candidate == bucket.chosen)
-            yield f'{event.graph},{event.region},{bound},{bucket.tokens},"{offer.candidate}",{times},{chosen}'
+            yield [event.graph, event.region, bound, bucket.tokens, offer.candidate, *times, chosen, ""]
 
 
 def _difference(before: tuple[tuple[str, int], ...], lowered: journal.Lowered) -> str:

@@ -75,11 +75,10 @@ class RegionRejected(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A candidate of a token bucket, and the seconds that a call of it is predicted to take; measured where it was."""
+    """A candidate of a token bucket, and the seconds that a call of it is predicted to take."""
 
     candidate: str
     predicted: float
-    measured: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -57,17 +57,45 @@ def _region(same: list[Region]) -> str:
     heading = f"{escape(places(r.where.module for r in same))} <small>{count(len(same), 'block')}</small>"
     body = [f"<h2>{heading}</h2><table class=facts>{rows}</table>"]
     if first.buckets:
-        body += [_figure(_roofline(first.buckets), _ROOFLINE_CAPTION), _bucket_table(first.buckets)]
+        measured = _measured(first.tuned)
+        body += [_figure(_roofline(first.buckets, measured), _ROOFLINE_CAPTION), _bucket_table(first.buckets, measured)]
+    if first.tuned:
+        body += [_tuning(first), _figure(_reach(first), _REACH_CAPTION)]
     return f"<section>{''.join(body)}</section>"
 
 
+def _measured(tuned: Sequence[journal.Tuned]) -> dict[tuple[str, str], float]:
+    """Measured microseconds by (bucket, candidate), as far as they were."""
+    return {(t.tokens, trial.candidate): trial.us for t in tuned for trial in t.trials if trial.us is not None}
+
+
+def _bucket_name(bucket: journal.Bucket) -> str:
+    return "*" if bucket.bound is None else str(bucket.bound)
+
+
+def _tuning(region: Region) -> str:
+    tokens = ", ".join(dict.fromkeys(t.workload for t in region.tuned))
+    cached = sum(t.source == "cache" for t in region.tuned)
+    text = f"{count(len(region.tuned), 'bucket')} measured on {tokens}, {cached} of them by an earlier run"
+    if why := next((t.why for t in region.tuned if t.why), ""):
+        text += f" ({why})"
+    if b := region.beside:
+        text += f"; for {b.tokens} tokens the block's own nodes take {b.nodes_us:.1f} µs"
+        text += f", the operator {b.operator_us:.1f} µs"
+    return f"<p>{escape(text)}.</p>"
+
+
+_REACH_CAPTION = (
+    "Experts that so many tokens reach. Dots: the tokens that tuning measured on; line: routes without any skew, "
+    "which the prediction assumes where nothing was measured. The fewer, the more rows an expert has."
+)
 _ROOFLINE_CAPTION = (
     "Time of a call against its tokens. Dashed: the device's limit. Lines: what the cost model predicts for the best "
     "candidate of each provider; dots: measured. Shaded: the provider that the plan chose."
 )
 
 
-def _bucket_table(buckets: Sequence[journal.Bucket]) -> str:
+def _bucket_table(buckets: Sequence[journal.Bucket], measured: Mapping[tuple[str, str], float]) -> str:
     head = ("tokens", "chosen", "predicted, µs", "measured, µs", "limit, µs", "set by", "experts", "fill", "waves")
     rows = []
     for b in buckets:
@@ -78,7 +106,7 @@ def _bucket_table(buckets: Sequence[journal.Bucket]) -> str:
             bound,
             _code(b.chosen),
             f"{1e6 * mine.predicted:.1f}" if mine else "",
-            f"{1e6 * mine.measured:.1f}" if mine and mine.measured else "",
+            f"{us:.1f}" if (us := measured.get((_bucket_name(b), b.chosen))) else "",
             f"{1e6 * b.limit:.1f}",
             b.bound_by,
             f"{b.active:.0f}",
@@ -144,7 +172,27 @@ def _figure(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _roofline(buckets: Sequence[journal.Bucket]) -> str:
+def _reach(region: Region) -> str:
+    """Experts reached against tokens."""
+    drawing = _axes(width=8.0, height=2.6)
+    if drawing is None:
+        return ""
+    figure, axes = drawing
+    tokens = [b.tokens for b in region.buckets]
+    axes.plot(tokens, [b.active for b in region.buckets], "--", color=INK, linewidth=1.2, label="without skew")
+    axes.plot([t.at for t in region.tuned], [t.reach for t in region.tuned], "o", color=COLOURS[0], label="measured on")
+    axes.set(xscale="log", xlabel="tokens", ylabel="experts", ylim=(0, 1.05 * region.spec.experts.E))
+    _label_tokens(axes, tokens)
+    return _svg(figure)
+
+
+def _label_tokens(axes: Any, tokens: Sequence[int]) -> None:
+    axes.set_xticks(tokens, [str(t) for t in tokens])
+    axes.minorticks_off()
+    axes.legend(frameon=False, labelcolor=INK)
+
+
+def _roofline(buckets: Sequence[journal.Bucket], measured: Mapping[tuple[str, str], float]) -> str:
     """Time against tokens, both logarithmic."""
     drawing = _axes(width=8.0, height=4.2)
     if drawing is None:
@@ -160,10 +208,10 @@ def _roofline(buckets: Sequence[journal.Bucket]) -> str:
         points = [(t, 1e6 * s) for t, s in zip(tokens, best) if s is not None]
         axes.plot(*zip(*points), "-", color=colour[name], linewidth=1.6, label=name)
         dots = [
-            (b.tokens, 1e6 * o.measured)
+            (b.tokens, us)
             for b in buckets
-            for o in b.offers
-            if _provider(o.candidate) == name and o.measured
+            for (bound, candidate), us in measured.items()
+            if bound == _bucket_name(b) and _provider(candidate) == name
         ]
         if dots:
             axes.plot(*zip(*dots), "o", color=colour[name], markersize=4)
@@ -173,9 +221,7 @@ def _roofline(buckets: Sequence[journal.Bucket]) -> str:
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs", xlim=(edges[0], edges[-1]))
     if chosen:  # what is far above the choice would squeeze the rest together
         axes.set_ylim(0.7e6 * min(b.limit for b in buckets), 3e6 * max(chosen))
-    axes.set_xticks(tokens, [str(t) for t in tokens])
-    axes.minorticks_off()
-    axes.legend(frameon=False, labelcolor=INK)
+    _label_tokens(axes, tokens)
     return _svg(figure)
 
 

@@ -92,7 +92,7 @@ def test_a_real_plan_is_written_with_its_candidates_and_costs(tmp_path):
     with open(dumper.path / "candidates.csv") as file:
         rows = list(csv.DictReader(file))
     chosen = [r for r in rows if r["chosen"] == "1"]
-    assert [r["priced_at_tokens"] for r in chosen] == [str(1 << i) for i in range(14)]
+    assert [r["at_tokens"] for r in chosen] == [str(1 << i) for i in range(14)]
     assert all(r["candidate"].startswith("aten(path=") and float(r["predicted_us"]) > 0 for r in chosen)
     (costs,) = dumper.path.glob("*_0_costs.txt")
     assert f"= {SHEETS[Passed]['seconds']}\n" in costs.read_text()

@@ -31,7 +31,7 @@ def events(**changes: str) -> list[journal.Event]:
             active=8.0,
             chosen=chosen,
             offers=(
-                Offer(candidate=chosen, predicted=tokens * 2e-6, measured=tokens * 2.5e-6),
+                Offer(candidate=chosen, predicted=tokens * 2e-6),
                 Offer(candidate="aten", predicted=tokens * 9e-6),
             ),
             steps=(("fc1", (("fill", 0.25), ("waves", 1.5))),),
@@ -44,6 +44,22 @@ def events(**changes: str) -> list[journal.Event]:
         journal.Planned(
             graph=3, region=0, candidates=("aten: ok",), plan=f"4:{NARROW};*:{WIDE}", device="a GPU", buckets=buckets
         ),
+        *(
+            journal.Tuned(
+                graph=3,
+                regions=(0,),
+                spec=SPEC,
+                tokens=tokens,
+                at=at,
+                chosen=chosen,
+                source="measured",
+                workload="tokens=varied:1",
+                reach=6.5,
+                trials=(journal.Trial(candidate=chosen, predicted_us=2.0 * at, us=2.5 * at, spread=0.01),),
+            )
+            for tokens, at, chosen in (("4", 4, NARROW), ("*", 8192, WIDE))
+        ),
+        journal.Beside(graph=3, regions=(0,), tokens=16, nodes_us=80.0, operator_us=40.0, kept="operator"),
         journal.RegionRejected(graph=3, where=where, node="sort_3", reason=changes.get("reason", "not ids")),
         journal.Lowered(graph=3, regions=1, nodes_before=9, nodes_after=5, text="a = experts(x)\nb = keep(a)"),
     ]
@@ -78,7 +94,9 @@ def tags(page: str) -> list[str]:
 
 def test_the_page_has_it_all() -> None:
     page = html(events())
-    assert tags(page).count("svg") == 1
+    assert tags(page).count("svg") == 2
+    assert "2 buckets measured on tokens=varied:1" in page
+    assert "the block&#x27;s own nodes take 80.0 µs, the operator 40.0 µs" in page
     for text in ("1 of 1 MoE block replaced", SPEC, "y = f(x)", "a GPU", NARROW, WIDE, "more (at 8192)", "not ids"):
         assert text in page
     row = re.search(rf"<tr><td>4</td><td><code>{re.escape(NARROW)}</code></td>(.*?)</tr>", page)
@@ -107,7 +125,7 @@ def test_names_cannot_become_markup() -> None:
 
 def test_plots_take_the_colour_of_the_page() -> None:
     page = html(events())
-    (svg,) = re.findall(r"<svg.*</svg>", page, flags=re.S)
+    svg = re.findall(r"<svg.*?</svg>", page, flags=re.S)[0]
     assert "currentColor" in svg and "#000000" not in svg
     drawn = ElementTree.fromstring(svg)
     assert "viewBox" in drawn.attrib and not {"width", "height"} & set(drawn.keys())

@@ -81,10 +81,7 @@ class Dumper:
             if found := self._found.pop((event.graph, event.region), None):
                 self._new(f"{number}_{event.region}_repro.py", repro(found, event.plan))
 
-        elif isinstance(event, journal.Tuned):
-            self._append_candidates(event)
-
-    def _append_candidates(self, event: journal.Planned | journal.Tuned) -> None:
+    def _append_candidates(self, event: journal.Planned) -> None:
         for row in _candidates(event):
             line = io.StringIO()
             csv.writer(line, lineterminator="").writerow(row)
@@ -160,24 +157,18 @@ def follow_environment() -> None:
         _following = folder, stop_following
 
 
-_CANDIDATES = "graph,regions,up_to_tokens,at_tokens,candidate,predicted_us,measured_us,spread,limit_us,chosen,why_not"
+_CANDIDATES = "graph,region,up_to_tokens,at_tokens,candidate,predicted_us,measured_us,limit_us,chosen"
 
 
-def _candidates(event: journal.Planned | journal.Tuned) -> Iterator[list[Any]]:
-    """Rows of candidates.csv: what a plan was offered, or what tuning tried."""
-    if isinstance(event, journal.Tuned):
-        regions = " ".join(map(str, event.regions))
-        for t in event.trials:
-            times = [f"{t.predicted_us:.3f}", "" if t.us is None else f"{t.us:.3f}", f"{t.spread:.4f}", ""]
-            chosen = int(t.candidate == event.chosen)
-            yield [event.graph, regions, event.tokens, event.at, t.candidate, *times, chosen, t.why]
-        return
+def _candidates(event: journal.Planned) -> Iterator[list[Any]]:
+    """Rows of candidates.csv."""
     for bucket in event.buckets:
         bound = "*" if bucket.bound is None else bucket.bound
         for offer in bucket.offers:
-            times = [f"{1e6 * offer.predicted:.3f}", "", "", f"{1e6 * bucket.limit:.3f}"]
+            measured = "" if offer.measured is None else f"{1e6 * offer.measured:.3f}"
+            times = [f"{1e6 * offer.predicted:.3f}", measured, f"{1e6 * bucket.limit:.3f}"]
             chosen = int(offer.candidate == bucket.chosen)
-            yield [event.graph, event.region, bound, bucket.tokens, offer.candidate, *times, chosen, ""]
+            yield [event.graph, event.region, bound, bucket.tokens, offer.candidate, *times, chosen]
 
 
 def _difference(before: tuple[tuple[str, int], ...], lowered: journal.Lowered) -> str:

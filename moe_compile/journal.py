@@ -75,10 +75,11 @@ class RegionRejected(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A candidate of a token bucket, and the seconds that a call of it is predicted to take."""
+    """A candidate of a token bucket, and the seconds that a call of it is predicted to take; measured where it was."""
 
     candidate: str
     predicted: float
+    measured: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

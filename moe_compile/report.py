@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -57,20 +57,10 @@ def _region(same: list[Region]) -> str:
     heading = f"{escape(places(r.where.module for r in same))} <small>{count(len(same), 'block')}</small>"
     body = [f"<h2>{heading}</h2><table class=facts>{rows}</table>"]
     if first.buckets:
-        measured = _measured(first.tuned)
-        body += [_figure(_roofline(first.buckets, measured), _ROOFLINE_CAPTION), _bucket_table(first.buckets, measured)]
+        body += [_figure(_roofline(first.buckets), _ROOFLINE_CAPTION), _bucket_table(first.buckets)]
     if first.tuned:
         body += [_tuning(first), _figure(_reach(first), _REACH_CAPTION)]
     return f"<section>{''.join(body)}</section>"
-
-
-def _measured(tuned: Sequence[journal.Tuned]) -> dict[tuple[str, str], float]:
-    """Measured microseconds by (bucket, candidate), as far as they were."""
-    return {(t.tokens, trial.candidate): trial.us for t in tuned for trial in t.trials if trial.us is not None}
-
-
-def _bucket_name(bucket: journal.Bucket) -> str:
-    return "*" if bucket.bound is None else str(bucket.bound)
 
 
 def _tuning(region: Region) -> str:
@@ -95,7 +85,7 @@ _ROOFLINE_CAPTION = (
 )
 
 
-def _bucket_table(buckets: Sequence[journal.Bucket], measured: Mapping[tuple[str, str], float]) -> str:
+def _bucket_table(buckets: Sequence[journal.Bucket]) -> str:
     head = ("tokens", "chosen", "predicted, µs", "measured, µs", "limit, µs", "set by", "experts", "fill", "waves")
     rows = []
     for b in buckets:
@@ -106,7 +96,7 @@ def _bucket_table(buckets: Sequence[journal.Bucket], measured: Mapping[tuple[str
             bound,
             _code(b.chosen),
             f"{1e6 * mine.predicted:.1f}" if mine else "",
-            f"{us:.1f}" if (us := measured.get((_bucket_name(b), b.chosen))) else "",
+            f"{1e6 * mine.measured:.1f}" if mine and mine.measured else "",
             f"{1e6 * b.limit:.1f}",
             b.bound_by,
             f"{b.active:.0f}",
@@ -192,7 +182,7 @@ def _label_tokens(axes: Any, tokens: Sequence[int]) -> None:
     axes.legend(frameon=False, labelcolor=INK)
 
 
-def _roofline(buckets: Sequence[journal.Bucket], measured: Mapping[tuple[str, str], float]) -> str:
+def _roofline(buckets: Sequence[journal.Bucket]) -> str:
     """Time against tokens, both logarithmic."""
     drawing = _axes(width=8.0, height=4.2)
     if drawing is None:
@@ -208,10 +198,10 @@ def _roofline(buckets: Sequence[journal.Bucket], measured: Mapping[tuple[str, st
         points = [(t, 1e6 * s) for t, s in zip(tokens, best) if s is not None]
         axes.plot(*zip(*points), "-", color=colour[name], linewidth=1.6, label=name)
         dots = [
-            (b.tokens, us)
+            (b.tokens, 1e6 * o.measured)
             for b in buckets
-            for (bound, candidate), us in measured.items()
-            if bound == _bucket_name(b) and _provider(candidate) == name
+            for o in b.offers
+            if _provider(o.candidate) == name and o.measured
         ]
         if dots:
             axes.plot(*zip(*dots), "o", color=colour[name], markersize=4)

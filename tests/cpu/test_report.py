@@ -31,7 +31,7 @@ def events(**changes: str) -> list[journal.Event]:
             active=8.0,
             chosen=chosen,
             offers=(
-                Offer(candidate=chosen, predicted=tokens * 2e-6),
+                Offer(candidate=chosen, predicted=tokens * 2e-6, measured=tokens * 2.5e-6),
                 Offer(candidate="aten", predicted=tokens * 9e-6),
             ),
             steps=(("fc1", (("fill", 0.25), ("waves", 1.5))),),

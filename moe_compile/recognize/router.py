@@ -119,9 +119,12 @@ class _Router:
         if not isinstance(weights, Val) or not isinstance(ids, Val) or weights.sizes != ids.sizes:
             raise Unproved("weights and ids differ in shape")
         self.out = weights.dtype
-        w, self.ids = self._without_skips(self._named(weights, ids), ids.term)
+        self.ids, skips = self._skips(ids.term)
         if self.ids.op != "leaf" or self.ids.attr.node not in walk.selections:
             raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
+        w = self._named(weights, ids)
+        if skips is not None:
+            w = self._unskipped(w, skips)
         self.choice = Selection(walk, self.ids.attr.node)
         if self.choice.E < block.spec.E:
             raise Unproved("the top-k is not over all experts", f"{self.choice.E} of {block.spec.E}")
@@ -176,19 +179,23 @@ class _Router:
             mapping.update({a: axis_index(b) for a, b in zip(have, want)})  # type: ignore[arg-type, misc]
         return self.terms.substitute(weights.term, mapping)
 
-    def _without_skips(self, w: Term, ids: Term) -> tuple[Term, Term]:
-        """Of where(ids == E, 0, w) and where(ids == E, any, ids): w and ids. The experts give such a route 0 anyway."""
-        if ids.op != "pw" or ids.attr != "where" or w.op != "pw" or w.attr != "where":
-            return w, ids
-        mask, _, chosen = ids.args
-        if w.args[0] is not mask or w.args[1].op != "const" or float(w.args[1].attr[1]) != 0:
-            return w, ids
-        if mask.op != "pw" or mask.attr not in ("eq", "ge") or mask.args[0] is not chosen:
-            return w, ids
-        bound = mask.args[1]
-        none = constant(bound) == self.block.spec.E
-        last = chosen.op == "leaf" and self.walk.ranges.get(chosen.attr) == self.block.spec.E + 1
-        return (w.args[2], chosen) if none and (last or mask.attr == "ge") else (w, ids)
+    def _skips(self, ids: Term) -> tuple[Term, Term | None]:
+        """Of where(ids == E, any, ids), ids being at most E: ids and the mask. The experts give such routes 0 anyway."""
+        if ids.op == "pw" and ids.attr == "where":
+            mask, _, chosen = ids.args
+            if mask.op == "pw" and mask.attr in ("eq", "ge") and mask.args[0] is chosen:
+                none = constant(mask.args[1]) == self.block.spec.E
+                last = chosen.op == "leaf" and self.walk.ranges.get(chosen.attr) == self.block.spec.E + 1
+                if none and (last or mask.attr == "ge"):
+                    return chosen, mask
+        return ids, None
+
+    def _unskipped(self, w: Term, skips: Term) -> Term:
+        """Of where(skips, 0, w): w."""
+        masked = w.op == "pw" and w.attr == "where" and w.args[0] is skips
+        if not masked or w.args[1].op != "const" or float(w.args[1].attr[1]) != 0:
+            raise Unproved("a route that skips the experts keeps a weight", repr(w)[:200])
+        return w.args[2]
 
     def _at_expert(self, t: Term) -> Term:
         """What `t` reads at the chosen experts, read at e instead."""

@@ -8,7 +8,7 @@ own, a sum over all experts; recognition proves both. Ids outside [0, E) are rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,9 +147,9 @@ def rows_by_counts(self: Any, inputs: Tensor, expert_size: Any) -> Tensor:
 # --- a sum over all experts, each a module ----------------------------------------------------------------------------
 
 
-def _each(self: nn.ModuleDict, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _each(experts: Iterable[nn.Module], hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(hidden)
-    for e, expert in enumerate(self.values()):
+    for e, expert in enumerate(experts):
         weight = torch.where(ids == e, weights, 0.0).sum(dim=-1, keepdim=True)
         out = out + (expert(hidden) * weight).to(hidden.dtype)
     return out
@@ -159,17 +159,22 @@ def one_expert_or_none(self: Any, hidden_states: Tensor, selected_experts: Tenso
     """selected_experts [T, 1, E]: at most a single 1 a token; a token beyond an expert's capacity has none."""
     if not torch.compiler.is_compiling():
         return _own(self, hidden_states, selected_experts, routing_weights)
-    chosen = selected_experts.reshape(-1, len(self))
-    ids = torch.where(chosen.sum(dim=-1) > 0, chosen.argmax(dim=-1), len(self)).unsqueeze(-1)
-    return _each(self, hidden_states, ids, routing_weights.reshape(-1, 1))
+    ones, ids = selected_experts.reshape(-1, len(self)).topk(1, dim=-1)
+    return _each(self.values(), hidden_states, ids, routing_weights.reshape(-1, 1) * ones)
 
 
 def expert_of_each_slot(self: Any, hidden_states: Tensor, router_mask: Tensor, router_probs: Tensor) -> Tensor:
-    """router_mask [T, E] names an expert a slot (its numbers are 0 and 1), router_probs [T, E] weighs the slots."""
+    """router_mask [T, E] of 0 and 1 names the expert of a slot, router_probs [T, E] weighs the slots.
+
+    So the first two experts see every token, the second with the weights of the slots that are 1.
+    """
     dropout = self.moe_token_dropout if self.moe_token_dropout > 0 else 0.0
     if not torch.compiler.is_compiling() or (dropout and self.training):
         return _own(self, hidden_states, router_mask, router_probs)
-    return _each(self, hidden_states, router_mask, router_probs * (1 - dropout))
+    probs = router_probs * (1 - dropout)
+    totals = torch.stack(((probs * (1 - router_mask)).sum(dim=-1), (probs * router_mask).sum(dim=-1)), dim=-1)
+    weights, ids = totals.topk(2, dim=-1)
+    return _each((self["expert_0"], self["expert_1"]), hidden_states, ids, weights)
 
 
 # --- around the experts -----------------------------------------------------------------------------------------------

@@ -215,4 +215,6 @@ def _erase_users(graph: torch.fx.Graph, n: torch.fx.Node) -> None:
 def _impure(n: torch.fx.Node) -> bool:
     """Whether a node does more than compute: it draws random numbers, say."""
     call = canonical(n)
-    return call is not None and call.op == "dropout"
+    if call is None or call.op != "dropout":
+        return False
+    return bool(call.get("training", True)) and call.get("p", 0.5) != 0

@@ -122,12 +122,12 @@ class _Router:
         self.ids, skips = self._skips(ids.term)
         if self.ids.op != "leaf" or self.ids.attr.node not in walk.selections:
             raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
-        w = self._named(weights, ids)
-        if skips is not None:
-            w = self._unskipped(w, skips)
         self.choice = Selection(walk, self.ids.attr.node)
         if self.choice.E < block.spec.E:
             raise Unproved("the top-k is not over all experts", f"{self.choice.E} of {block.spec.E}")
+        w = self._named(weights, ids)
+        if skips is not None:
+            w = self._unskipped(w, skips)
         # name tokens and choices as the selection does; both number them alike
         self.k_axes = [a for a in ids.dims[-1] if isinstance(a, Axis)]
         t_axes = [a for d in ids.dims[:-1] for a in d if isinstance(a, Axis)]
@@ -180,7 +180,7 @@ class _Router:
         return self.terms.substitute(weights.term, mapping)
 
     def _skips(self, ids: Term) -> tuple[Term, Term | None]:
-        """Of where(ids == E, any, ids), ids being at most E: ids and the mask. The experts give such routes 0 anyway."""
+        """Of where(ids == E, any, ids), ids being at most E: ids and the mask. The experts give such routes 0."""
         if ids.op == "pw" and ids.attr == "where":
             mask, _, chosen = ids.args
             if mask.op == "pw" and mask.attr in ("eq", "ge") and mask.args[0] is chosen:

@@ -28,6 +28,8 @@ class Selection:
     def __init__(self, walk: Walk, ids: torch.fx.Node) -> None:
         self.walk, self.terms = walk, walk.terms
         self.value = walk.selections[ids]
+        if not self.value.dtype.is_floating_point:
+            raise Unproved("the experts are chosen by something else than scores", str(self.value.dtype))
         self.E = self.value.sizes[-1]
         digits = [a for a in self.value.dims[-1] if isinstance(a, Axis)]
         if type(self.E) is not int or len(digits) not in (1, 2):

@@ -81,6 +81,13 @@ def _identity(c: Context, call: Call) -> Result:
     return c.value(call.get("input"))
 
 
+@rule("dropout")
+def _dropout(c: Context, call: Call) -> Result:
+    if call.get("training", True) and call.get("p", 0.5) != 0:
+        raise Unproved("dropout inside of a block")
+    return c.value(call.get("input"))
+
+
 @rule("detach")
 def _detach(c: Context, call: Call) -> Result:
     """Whatever a gradient would flow through stops here: a leaf of its own, and a term where routers are read."""

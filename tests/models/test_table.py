@@ -1,0 +1,65 @@
+"""Every family of families.json: each MoE block becomes one operator call, the numbers stay, the row in the docs is so.
+
+Families that this transformers does not have are listed in the summary (conftest.py), with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import table
+import transformers
+from table import FAMILIES, Outcome, line, outcome
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+GAP = 1e-5  # of fp32 logits, to the largest; the largest seen is 1.4e-6
+
+
+def check(name: str, o: Outcome) -> None:
+    if o.absent:
+        pytest.skip(o.absent)
+    family = FAMILIES[name]
+    assert o.gap <= GAP
+    assert o.calls == (0 if "stays" in family else family["blocks"]), o.rejections
+    kept = [w for w in o.router_whys if not w.startswith(family.get("router", "?"))]
+    assert not kept, kept
+    assert bool(o.router_whys) == ("router" in family)
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_every_block_is_replaced(name: str) -> None:
+    o = outcome(name)
+    check(name, o)
+    if f"transformers {transformers.__version__} " in DOCS.read_text():
+        assert line(name, o) in DOCS.read_text(), "run python tests/models/table.py > docs/models.md"
+
+
+def _has_batched_form(name: str) -> bool:
+    """Whether the library's class can be told to gather weights by ids."""
+    try:
+        module = table._import(FAMILIES[name].get("module", name), "modeling")
+    except ImportError:
+        return False
+    return "use_experts_implementation" in vars(module)
+
+
+@pytest.mark.parametrize("name", [n for i, n in enumerate(FAMILIES) if i % 6 == 1])
+def test_batched_form_with_dynamic_shapes(name: str) -> None:
+    """A sixth of the families: the batched form is the same code of the library in all."""
+    if not _has_batched_form(name):
+        pytest.skip(f"{name} has no batched form")
+    check(name, outcome(name, "batched_mm", dynamic=True))
+
+
+@functools.cache
+def listed() -> set[str]:
+    """Families that the docs name."""
+    return {row.split("|")[1].strip() for row in DOCS.read_text().splitlines() if row.startswith("| ")}
+
+
+def test_the_docs_have_every_family_and_no_other() -> None:
+    titles = {f"{f['module']}, {f['branch']}" if "branch" in f else name for name, f in FAMILIES.items()}
+    assert listed() == titles | {"family"}
+    assert len([f for f in FAMILIES.values() if "branch" not in f]) >= 77

@@ -23,6 +23,7 @@ from ..algebra.terms import LeafKey, Term, Terms
 from ..canonical import Call, Writes
 from ..journal import Where
 from ..nodes import fake, where
+from ..rules.registry import positional
 from ..spec import MoESpec
 from ..verdict import Reject, Unproved
 from .definitions import Definitions
@@ -187,6 +188,8 @@ class Walk:
             return Reject("a rule's result has another shape than the graph's", f"{result.sizes}, not {self.sizes}")
         if isinstance(result, Val) and result.dtype != self.dtype:
             return Reject("a rule's result has another dtype than the graph's", f"{result.dtype}, not {self.dtype}")
+        if isinstance(result, Val) and self.cut and not self.follow and call.op in rules.CUTS and positional(result):
+            return None
         return result
 
     def _written(self, node: torch.fx.Node) -> None:

@@ -10,7 +10,7 @@ import torch.fx
 
 from ..algebra.affine import Affine, Size, as_size
 from ..algebra.layout import Val
-from ..algebra.terms import LeafKey, Term, Terms
+from ..algebra.terms import LeafKey, Term, Terms, subterms
 from ..canonical import Call
 from ..verdict import Unproved
 
@@ -118,6 +118,14 @@ def dims(c: Context, argument: Any, rank: int) -> tuple[int, ...]:
 def ordinary(v: Val) -> bool:
     """Whether no route touches the value: plain dims, and a leaf or a number that no data indexes."""
     return v.plain and not v.term.routed and v.term.op in ("leaf", "const", "scalar")
+
+
+def positional(v: Val) -> bool:
+    """Whether floats are an elementwise function of positions and whole tensors (an attention mask): no block's."""
+    t = v.term
+    if not v.dtype.is_floating_point or not v.plain or t.routed or t.guarded or t.op not in ("pw", "cast"):
+        return False
+    return all(x.op in ("pw", "cast", "int", "const", "leaf", "scalar") for x in subterms(t))
 
 
 def parameter(v: Val) -> bool:

@@ -162,9 +162,11 @@ eager. Written by `python tests/models/table.py > docs/models.md`; `tests/models
 * **blocks**: operator calls in one run, of the MoE blocks that run.
 * **router**: what one `moe_compile::route` computes, or why the router keeps its nodes.
 * **experts**: the activation, how the weights are stored (`gate_up` and its halves; `down`), biases.
-* **needs prepare**: what breaks the graph without [`moe_compile.prepare(model)`](prepare.md).
+* **prepare**: what [`moe_compile.prepare(model)`](prepare.md) changes, and what of it breaks a graph.
 
-| family | blocks | router | experts | needs prepare |
+Where attention breaks the graph (qwen4_exp, glm5_next), the layers share the compiled frame that holds the block.
+
+| family | blocks | router | experts | prepare |
 |---|---|---|---|---|
 """
 

@@ -23,7 +23,7 @@ OPEN_BUCKET = 8192  # tokens that stand for the bucket without a bound
 SHORT_LIST = 6
 COPIES = "copies more than moe.weight_copy_bytes"
 # Who competes where by price; the others run only what these can't, or what they win when tuning measures them.
-COMPETE = {"cuda": ("triton_decode", "triton_grouped"), "cpu": ("aten",)}
+COMPETE = {"cuda": ("triton_decode", "triton_grouped", "triton_hopper"), "cpu": ("aten",)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,20 +99,20 @@ def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
     """Knobs, best first: few numbers a thread and many programs, in rows along the weights' contiguous axis.
 
     Of nine to twelve shapes each, T = 1 to 4 (H200, 2026-11-30, us): up 1 x 1024 (2 rows with the gate) is within 3 %
-    of the best everywhere; 2 x 1024 costs dsv3 T=1 198 instead of 168, 4 x 1024 costs qwen3_30b 23.5 instead of 21.9.
-    down 4 x 256 for each of 8 slots, 2 x 256 for 16: qwen3_30b 21.8, 23.1 with 2 rows, 24.9 with 8; mixtral (2 slots)
-    165 with 4 rows, 174 with 16. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs. 8 warps for down and
-    2 x 1024 for up suit that I (T=1, 2, 4: 20.7, 36.4, 66.9, else 21.3, 37.7, 68.7), not 1024 (olmoe T=1: 31.1, 26.9).
-    Loops that the compiler pipelines through shared memory gain nothing (1 x 512 in 3 stages: qwen3_30b T=1 27.7).
+    of the best everywhere. 4 x 1024 is as good where H is 4096 and more (mixtral T=1: 164.1, 164.6; T=8: 780, 849), but
+    costs qwen3_30b 26.0 instead of 23.7; 2 x 2048 is as good where H is 2048, but costs mixtral 183. down 4 x 256 for
+    each of 8 slots, 2 x 256 for 16: qwen3_30b 21.8, 23.1 with 2 rows, 24.9 with 8; mixtral (2 slots) 165 with 4 rows,
+    174 with 16. Columns beyond 256 pad I = 768 to 1024 and leave fewer programs. 8 warps for down and 2 x 1024 for up
+    suit that I (T=1, 2, 4: 20.7, 36.4, 66.9, else 21.3, 37.7, 68.7), not 1024 (olmoe T=1: 31.1, 26.9). Loops that the
+    compiler pipelines through shared memory gain nothing (1 x 512 in 3 stages: qwen3_30b T=1 27.7).
     """
-    slots, found = 1 << (spec.K - 1).bit_length(), []
-    for n1, k1 in ((1, 1024), (2, 2048), (4, 1024)):
-        n2, k2 = max(1, min(4, 32 // slots)), 256
-        if spec.gate_up.storage == "EHG":  # G is contiguous: 32 of its rows are a 64-byte piece
-            n1, k1 = 16 * n1, max(16, k1 * n1 // 8 // n1)
-        if spec.down == "EIH":
-            n2, k2 = 32, max(16, 512 // slots)
-        found.append(dict(zip(KNOBS, (n1 if spec.gated else 2 * n1, k1, 4, n2, k2, 4))))
-    if (spec.gate_up.storage, spec.down) == ("EGH", "EHI") and slots == 8:
-        found.append(dict(zip(KNOBS, (2 if spec.gated else 4, 1024, 4, 4, 256, 8))))
-    return found
+    slots = 1 << (spec.K - 1).bit_length()
+    n2, k2 = (max(1, min(4, 32 // slots)), 256) if spec.down == "EHI" else (32, max(16, 512 // slots))
+    if spec.gate_up.storage == "EHG":  # G is contiguous: 32 of its rows are a 64-byte piece
+        shapes = [(16, 128, 4, 4), (32, 256, 4, 4), (64, 128, 4, 4)]
+    else:
+        shapes = [(1, 1024, 4, 4), (2, 2048, 4, 4) if spec.H < 4096 else (4, 1024, 4, 4)]
+        if spec.I <= 768 and slots == 8 and spec.down == "EHI":
+            shapes.append((2, 1024, 4, 8))
+    ungated = 1 if spec.gated else 2
+    return [dict(zip(KNOBS, (n1 * ungated, k1, w1, n2, k2, w2))) for n1, k1, w1, w2 in shapes]

@@ -32,12 +32,14 @@ def test_what_it_supports():
 
 
 def test_tactics_are_for_many_rows_an_expert_and_build_takes_them():
-    assert HOPPER.tactics(QWEN, named("H200"), 256) == []
+    assert HOPPER.tactics(QWEN, named("H200"), 512) == []
     for spec in GEOMETRIES.values():
         for tactic, work in HOPPER.tactics(spec, named("H200"), 8192):
             assert HOPPER.work(tactic, spec, named("H200")) == work
-    copies = [any(s.name == "permute" for s in w.steps) for _, w in HOPPER.tactics(QWEN, named("H200"), 8192)]
-    assert True in copies and False in copies
+    wide = dataclasses.replace(QWEN, I=2048)
+    for spec, copies in ((QWEN, False), (wide, True), (dataclasses.replace(QWEN, H=2056), True)):
+        for _, work in HOPPER.tactics(spec, named("H200"), 8192):
+            assert any(step.name == "permute" for step in work.steps) == copies
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_a_list_is_ranked_by_price_and_the_plan_is_of_the_cheapest():
 def test_few_tokens_stream_and_many_are_tiled():
     planning = plan_experts(spec_of(), H200)
     assert planning.plan.at(1).provider == "triton_decode"
-    assert planning.plan.at(4096).provider == "triton_grouped"
+    assert planning.plan.at(256).provider == "triton_grouped"
+    assert planning.plan.at(4096).provider == "triton_hopper"
+    assert plan_experts(spec_of(), named("A100")).plan.at(4096).provider == "triton_grouped"
 
 
 def test_named_knobs_win_and_the_others_are_completed():
@@ -77,6 +79,7 @@ def test_weights_are_copied_only_within_the_budget(monkeypatch):
         return [(tactic, cost.Work(steps=work.steps[1:], copied_bytes=1000)), *rest]
 
     monkeypatch.setattr(grouped, "tactics", copying)
+    monkeypatch.setitem(plan.COMPETE, "cuda", ("triton_decode", "triton_grouped"))
     first = Candidate(provider="triton_grouped", tactic=copying(spec_of(), H200, 4096)[0][0])
     kept = plan_experts(spec_of(), H200)
     assert first not in [p.candidate for p in kept.lists[4096]]

@@ -35,6 +35,7 @@ import transformers
 
 from moe_compile import tune
 from moe_compile.activation import Activation
+from moe_compile.clock import Clock
 from moe_compile.cost import Load
 from moe_compile.hardware import facts
 from moe_compile.operands import ExpertWeights
@@ -164,7 +165,7 @@ def candidates(spec: ExpertsSpec, loads: dict[str, Load], limit: int) -> dict[in
 def calls(spec: ExpertsSpec, workload: Workload, T: int, candidate: str) -> list[Any]:
     number = max(2, min(8, (1 << 16) // (T * spec.K)))
     return [
-        functools.partial(tune._operator, *workload.batch(T, i).arguments(), str(spec), f"*:{candidate}")
+        functools.partial(tune.experts_call, *workload.batch(T, i).arguments(), str(spec), f"*:{candidate}")
         for i in range(number)
     ]
 
@@ -236,7 +237,7 @@ def main() -> None:
         "what": __doc__, "date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "geometries": {},
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", "complete": False,
     }  # fmt: skip
-    clock = tune.Clock(device=device, launch="graph")
+    clock = Clock(device=device, launch="graph")
     for name in arguments.geometries.split(","):
         if time.time() - START > arguments.seconds:
             say("no time for", name)
@@ -247,7 +248,7 @@ def main() -> None:
         loads = {kind: Load.of_counts(*w.counts()) for kind, w in kinds.items()}
         lists = candidates(spec, loads, arguments.limit)
         wanted = [(tune.Candidate.parse(c), T) for T in arguments.tokens for c in lists[T]]
-        tune._compile(spec, wanted, kinds["pool"], device)
+        tune.compile_ahead(spec, wanted, kinds["pool"], device)
         say(name, len({c for c, _ in wanted}), "candidates compiled")
         rows = result["geometries"].setdefault(name, {"spec": str(spec), "rows": []})["rows"]
         for T in arguments.tokens:

@@ -20,6 +20,7 @@ import torch.fx
 
 from . import agree, journal
 from .cache import Cache, Entry, Key
+from .clock import Clock
 from .cost import Load
 from .hardware import Device
 from .nodes import fake
@@ -28,7 +29,7 @@ from .plan import OPEN_BUCKET, TOKEN_BUCKETS, Planning
 from .providers import Candidate, Plan, Priced, keep_in, providers
 from .replay import fingerprint
 from .spec import ExpertsSpec
-from .tune import Clock, Tuned, key_of, remembered, tune, tuned_of
+from .tune import Tuned, key_of, remembered, tune, tuned_of
 from .verdict import Reject
 from .workload import DRAWN, VARIED, ZIPF, Workload, collect
 

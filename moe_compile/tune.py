@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 import torch
 
-from . import bench, reference
 from . import ops as _registered  # noqa: F401  (the operator)
+from . import reference
 from .cache import Cache, Entry, Key
+from .clock import Clock
 from .journal import Trial, log
 from .operands import ExpertWeights
 from .progress import Progress
@@ -31,12 +32,13 @@ from .providers import Candidate, Priced, launcher, providers
 from .replay import FAULTS
 from .spec import ExpertsSpec
 
-__all__ = ["Clock", "Tuned", "key_of", "remembered", "tune"]
+__all__ = ["Tuned", "compile_ahead", "experts_call", "faults", "key_of", "remembered", "tune", "tuned_of"]
 
 CHECKED_ROWS = 1024  # of a batch, compared with the reference: each of E experts is a loop there
 HOPELESS = 2.5  # times the fastest single call, in which host time makes small differences smaller
 RIGHT = 2  # so many of the fastest must be right: ranks that choose together may take the second
 FEW, MANY = 5, 11  # rounds of the first and of the second stage
+_HOPELESS, _WRONG = "hopeless", "wrong"  # how a trial's `why` begins
 _CALLS = 8  # calls of a sample: of as many batches, over the model's layers, so that no cache holds what they read
 _REPLAY_ROUTES = 1 << 16  # beyond so many routes in a sample, fewer calls
 Bound = int | None
@@ -50,46 +52,6 @@ class Tokens(Protocol):
     def batch(self, T: int, number: int = 0) -> Any: ...
     def reach(self, T: int) -> float: ...
     def forget(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """Times contenders, each a list of calls that are made in turn; seconds a call. `launch` is how the graph will
-    launch them: "graph" or "eager"."""
-
-    device: torch.device
-    launch: str
-
-    def __call__(self, contenders: Mapping[str, Sequence[Callable[[], Any]]], rounds: int) -> dict[str, bench.Timing]:
-        if self.device.type == "cuda" and self.launch == "graph":
-            with torch.cuda.device(self.device):
-                return bench.compare_graphs(contenders, rounds=rounds)
-        turns = {name: _in_turn(calls) for name, calls in contenders.items()}
-        return bench.compare(turns, rounds=rounds, sample_seconds=0.002, synchronize=self._wait)
-
-    def once(self, call: Callable[[], Any]) -> float:
-        """Seconds of a single call, host time included: the better of two after a first one."""
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            call()
-            self._wait()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds[1:])
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-def _in_turn(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
-    turn = iter(_forever(calls))
-    return lambda: next(turn)()
-
-
-def _forever(calls: Sequence[Callable[[], Any]]) -> Iterator[Callable[[], Any]]:
-    while True:
-        yield from calls
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,8 +72,9 @@ class Tuned:
     seconds: float = 0.0
 
     def times(self) -> dict[str, float]:
-        """Candidate's text -> measured microseconds, of those whose result was compared and right."""
-        return {t.candidate: t.us for t in self.trials if t.us is not None and t.error is not None and not t.why}
+        """Candidate's text -> measured microseconds, of those that were found right."""
+        found = [t for t in self.trials if t.error is not None or t.candidate == str(self.chosen)]
+        return {t.candidate: t.us for t in found if t.us is not None and not t.why}
 
 
 def key_of(spec: ExpertsSpec, bound: Bound, device: str, launch: str, workload: str, names: Iterable[str]) -> Key:
@@ -163,7 +126,7 @@ def tune(
         for group in _groups(lists):
             if time.monotonic() >= deadline:
                 break
-            _compile(spec, [(c, tokens_of[b]) for b in group for c in _candidates(lists[b])], workload, device)
+            compile_ahead(spec, [(c, tokens_of[b]) for b in group for c in _candidates(lists[b])], workload, device)
             for bound in group:
                 if time.monotonic() >= deadline:
                     break
@@ -198,7 +161,23 @@ class _Bucket:
 
     def measure(self, offers: Sequence[Priced]) -> None:
         self.trials = {p.candidate: Trial(candidate=str(p.candidate), predicted_us=1e6 * p.seconds) for p in offers}
-        self._drop_hopeless({c: seconds for c in self.trials if (seconds := self._once(c)) is not None})
+        single = {c: seconds for c in self.trials if (seconds := self._once(c)) is not None}
+        self._drop_hopeless(single)
+        whole = self._stages(offers)
+        right = self._right_ones()
+        if not right and (again := [c for c in single if self.trials[c].why.startswith(_HOPELESS)]):
+            # They were far behind candidates that are wrong.
+            for c in again:
+                self._note(c, us=None, why="")
+            whole = self._stages(offers)
+            right = self._right_ones()
+        if not right and any(t.why.startswith(_WRONG) for t in self.trials.values()):
+            raise RuntimeError(f"no candidate for {self.T} tokens of {self.spec} computes what the reference does")
+        self.best = right[0] if right else None
+        self.complete = whole
+
+    def _stages(self, offers: Sequence[Priced]) -> bool:
+        """Time each provider's candidates, then the best of each; whether the deadline left all of it."""
         finalists = []
         whole = True
         for names in _by_provider(offers).values():
@@ -207,13 +186,16 @@ class _Bucket:
                 finalists.append(ranked[0])
         if len(finalists) > 1:
             whole = self._time(finalists, MANY) and whole
+        return whole
+
+    def _right_ones(self) -> list[Candidate]:
+        """The fastest RIGHT of them that are right."""
         right: list[Candidate] = []
         for candidate in self._ranked(self.trials):
             right += [candidate] if self._right(candidate) else []
             if len(right) == RIGHT:
                 break
-        self.best = right[0] if right else None
-        self.complete = whole
+        return right
 
     def result(self) -> Tuned | None:
         if self.best is None:
@@ -233,7 +215,7 @@ class _Bucket:
 
     def _calls(self, candidate: Candidate, number: int) -> list[Callable[[], Any]]:
         arguments = [self.workload.batch(self.T, i).arguments() for i in range(number)]
-        return [functools.partial(_operator, *a, str(self.spec), f"*:{candidate}") for a in arguments]
+        return [functools.partial(experts_call, *a, str(self.spec), f"*:{candidate}") for a in arguments]
 
     def _once(self, candidate: Candidate) -> float | None:
         """Seconds of a call, None where it fails."""
@@ -249,7 +231,7 @@ class _Bucket:
         for candidate, once in seconds.items():
             if once > HOPELESS * best:
                 self._note(
-                    candidate, us=1e6 * once, why=f"hopeless: {once / best:.1f} times the best, in a single call"
+                    candidate, us=1e6 * once, why=f"{_HOPELESS}: {once / best:.1f} times the best, in a single call"
                 )
 
     def _time(self, candidates: Sequence[Candidate], rounds: int) -> bool:
@@ -290,19 +272,24 @@ class _Bucket:
         """Whether its result is the reference's."""
         rows, want = self._reference()
         got = self._calls(candidate, 1)[0]()[rows].double()
+        finite = want.isfinite().all(-1)  # of a model whose numbers overflow there is nothing to compare
+        got, want = got[finite], want[finite]
+        if not len(want):
+            return True
         rms = float((got - want).norm() / want.norm().clamp_min(1e-300))
         largest = float((got - want).abs().max() / want.abs().max().clamp_min(1e-300))
         rms_bound, max_bound = reference.tolerance(self.spec)
         if rms <= rms_bound and largest <= max_bound:
             self._note(candidate, error=rms)
             return True
-        why = f"wrong: rms {rms:.1e} (bound {rms_bound:.1e}), largest {largest:.1e} (bound {max_bound:.1e})"
+        why = f"{_WRONG}: rms {rms:.1e} (bound {rms_bound:.1e}), largest {largest:.1e} (bound {max_bound:.1e})"
         log.warning("%s is left out for %d tokens of %s: %s", candidate, self.T, self.spec, why)
         self._note(candidate, error=rms, why=why)
         return False
 
 
-def _operator(*arguments: Any) -> Any:
+def experts_call(*arguments: Any) -> Any:
+    """The operator, by its arguments, spec and plan."""
     return torch.ops.moe_compile.experts(*arguments)
 
 
@@ -336,7 +323,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _compile(
+def compile_ahead(
     spec: ExpertsSpec, needed: Sequence[tuple[Candidate, int]], workload: Tokens, device: torch.device
 ) -> None:
     """Compile the kernels of (candidate, tokens) side by side: token counts differ in what kernels specialize on. What

@@ -17,7 +17,7 @@ HEAVY = {"triton", "flashinfer", "sympy", "transformers"}
 # Left never imports right; a stage imports no other stage. `backend` alone joins the stages. Names without a file yet
 # are the design's.
 LEVELS = [
-    {"verdict", "options", "journal", "hardware", "bench", "capturable", "inplace", "progress"},
+    {"verdict", "options", "journal", "hardware", "bench", "capturable", "clock", "inplace", "progress"},
     {"prepare"},
     {"activation", "nodes", "spec", "work"},
     {"operands"},

@@ -23,6 +23,7 @@ from moe_compile import backend, choose, journal, tune
 from moe_compile.activation import Activation
 from moe_compile.bench import Timing
 from moe_compile.cache import Cache, Key
+from moe_compile.clock import Clock as RealClock
 from moe_compile.explain import Report
 from moe_compile.hardware import facts
 from moe_compile.operands import ExpertWeights
@@ -130,7 +131,7 @@ def test_the_best_of_each_provider_meet_in_a_final(tmp_path: Path) -> None:
 
 
 def test_with_the_real_clock_the_fastest_measured_one_wins(tmp_path: Path) -> None:
-    tuned = run(Cache(tmp_path), tune.Clock(device=CPU, launch="eager"), bounds=BOUNDS)
+    tuned = run(Cache(tmp_path), RealClock(device=CPU, launch="eager"), bounds=BOUNDS)
     assert [t.bound for t in tuned] == list(BOUNDS)
     for t in tuned:
         times = {trial.candidate: trial.us for trial in t.trials}
@@ -169,10 +170,33 @@ def test_a_candidate_far_behind_in_a_single_call_is_not_timed(tmp_path: Path) ->
     assert tuned.trials[2].why == "hopeless: 3.0 times the best, in a single call" and tuned.trials[2].us == 3e6
 
 
-def test_where_nothing_works_nothing_is_said_to(tmp_path: Path) -> None:
+def test_what_is_far_behind_a_wrong_candidate_gets_its_chance(tmp_path: Path) -> None:
+    clock = Clock(wrong=0.1, other=0.9)
+    clock.single = {"wrong": 0.01}
+    (tuned,) = run(Cache(tmp_path), clock, *named("wrong", "aten", "other"))
+    assert str(tuned.chosen) == "other" and tuned.complete
+    assert set(tuned.times()) == {"aten", "other"}
+
+
+def test_where_nothing_works_there_is_no_result(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
-    assert run(cache, Clock(), *named("broken", "wrong")) == []
+    assert run(cache, Clock(), *named("broken")) == []
     assert cache.entries() == {}
+
+
+def test_where_everything_is_wrong_it_is_an_error(tmp_path: Path) -> None:
+    cache = Cache(tmp_path)
+    with pytest.raises(RuntimeError, match="no candidate for 8 tokens of experts"):
+        run(cache, Clock(), *named("broken", "wrong"))
+    assert cache.entries() == {}
+
+
+def test_a_model_that_overflows_can_be_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = pool()
+    full.pools[0].hidden_TH.fill_(float("inf"))
+    monkeypatch.setitem(globals(), "pool", lambda: full)
+    (tuned,) = run(Cache(tmp_path), Clock(aten_blocks=0.5))
+    assert tuned.chosen == BLOCKS and set(tuned.times()) == {str(BLOCKS)}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Planning: ranking by price, wishes of the user, the copy budget; on facts of devices that aren't here."""
 
+import dataclasses
+
 import pytest
 
 from moe_compile import cost, plan
 from moe_compile.activation import Activation
 from moe_compile.hardware import named
 from moe_compile.options import OptionError
-from moe_compile.plan import TOKEN_BUCKETS, plan_experts, shortlist
+from moe_compile.plan import TOKEN_BUCKETS, plan_experts, plan_route, shortlist
 from moe_compile.providers import Candidate, Plan, providers
-from moe_compile.spec import ExpertsSpec
+from moe_compile.spec import ExpertsSpec, RouterSpec
 from moe_compile.verdict import OK
 
 pytest.importorskip("triton")
@@ -97,3 +99,16 @@ def test_launches_are_priced_by_who_makes_them():
     assert eager.seconds > graph.seconds  # of the four launches
     large = [cost.estimate(grouped, H200, load, 4096, mode=mode).seconds for mode in ("graph", "eager")]
     assert large[0] == large[1]  # the device is the slower one
+
+
+def test_a_router_is_fused_where_one_kernel_does_all_of_it():
+    router = RouterSpec(E=256, K=8, score="sigmoid", bias=True, logits="f32")
+    assert plan_route(router, H200)
+    assert not plan_route(router, H200, "nodes")
+    for spec, device, says in (
+        (router, named("cpu"), "no kernel fuses routing on cpu"),
+        (dataclasses.replace(router, score_dtype="f64"), H200, "fp64"),
+        (dataclasses.replace(router, E=2048), H200, "too many experts"),
+    ):
+        assert says in str(plan_route(spec, device))
+        assert plan_route(spec, device, "op")

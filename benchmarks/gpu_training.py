@@ -44,16 +44,14 @@ from moe_compile.spec import ExpertsSpec, torch_dtype
 
 # (M, N, K, warps, stages, SWAP, TMA, GROUP_M)
 VARIANTS: dict[str, list[tuple[int, ...]]] = {
-    "fc1": [(128, 128, 64, 8, 4, 1, 1, 8), (128, 128, 64, 8, 4, 0, 1, 8), (128, 64, 64, 4, 3, 0, 1, 8)],
-    "fc2": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8)],
-    "act": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8),
-            (128, 128, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 3, 1, 1, 8), (128, 256, 64, 8, 4, 1, 1, 8),
-            (128, 256, 64, 8, 4, 0, 1, 2), (128, 64, 64, 4, 3, 0, 1, 8)],
-    "dx": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 8)],
-    "ddown": [(128, 256, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 4, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8),
-              (128, 128, 64, 4, 2, 0, 1, 8), (128, 128, 32, 4, 4, 0, 1, 8), (128, 128, 32, 4, 5, 0, 1, 8),
-              (128, 256, 32, 8, 6, 0, 1, 8), (256, 128, 64, 8, 3, 0, 1, 8), (128, 256, 64, 8, 3, 0, 1, 2)],
+    "fc1": [(128, 128, 64, 8, 4, 1, 1, 8)],
+    "fc2": [(128, 256, 64, 8, 4, 0, 1, 8)],
+    "act": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 128, 64, 4, 3, 1, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8)],
+    "dx": [(128, 256, 64, 8, 4, 0, 1, 8)],
+    "ddown": [(128, 256, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 2, 0, 1, 8), (128, 128, 32, 4, 4, 0, 1, 8)],
+    "ddown whole": [(128, 256, 64, 8, 5, 0, 1, 8), (128, 256, 64, 8, 7, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8)],
 }  # fmt: skip
+VARIANTS["dgate_up whole"] = VARIANTS["ddown whole"]
 VARIANTS["dgate_up"] = VARIANTS["ddown"]
 GEOMETRY = {name: gpu_kernels.GEOMETRIES[name] for name in ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b")}
 
@@ -88,9 +86,9 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
     common = {"choices": spec.K, "halves": spec.gate_up.halves}
     k_major, down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
 
-    def sums(left: Rows, right: Rows, as_is: bool) -> Any:
+    def sums(left: Rows, right: Rows, as_is: bool, whole: bool) -> Any:
         pair = (left, right) if as_is else (right, left)
-        return lambda tile: outer(*pair, schedule, ends, choices=spec.K, tile=tile)
+        return lambda tile: outer(*pair, schedule, ends, choices=spec.K, tile=tile, whole=whole)
 
     x_rows = Rows(of=x, tokens=True)
     return {
@@ -103,8 +101,10 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
             x, p.down, kept, w, schedule, acts, k_major=down_k_major, parts=True, tile=tile, **common
         ),
         "dx": lambda tile: dx_routes(kept, p.gate_up, schedule, k_major=k_major, tile=tile),
-        "ddown": sums(x_rows, Rows(of=a), down_k_major),
-        "dgate_up": sums(Rows(of=kept), x_rows, k_major),
+        "ddown": sums(x_rows, Rows(of=a), down_k_major, False),
+        "ddown whole": sums(x_rows, Rows(of=a), down_k_major, True),
+        "dgate_up": sums(Rows(of=kept), x_rows, k_major, False),
+        "dgate_up whole": sums(Rows(of=kept), x_rows, k_major, True),
         "finalize": lambda tile: finalize(y, ids, w, spec.E, x.dtype),
         "sort": lambda tile: sort_routes(ids, spec.E, 128),
     }  # fmt: skip
@@ -148,7 +148,7 @@ def stages(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         products = calls_of(spec, T, p, "cuda")
         row: dict[str, Any] = {"geometry": name, "T": T, "us": {}}
         for product, call in products.items():
-            variants = VARIANTS.get(product.split()[0], [(128, 128, 64, 4, 3, 0, 0, 8)])
+            variants = VARIANTS.get(product, [(128, 128, 64, 4, 3, 0, 0, 8)])
             us = timer.medians({str(v): [lambda v=v, call=call: call(tile_of(v))] for v in variants}, rounds=5)
             work = flop(spec, T, product)
             ranked = sorted((u[0], v) for v, u in us.items())

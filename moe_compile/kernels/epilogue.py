@@ -28,13 +28,13 @@ def _relu(x):
 
 
 @triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _silu(x):
+    return x * _sigmoid(x)  # by the sigmoid that its derivative takes too
 
 
 @triton.jit

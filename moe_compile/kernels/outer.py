@@ -56,10 +56,14 @@ def _spans_kernel(plan_ptr, spans_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 @triton.jit
 def _rows_of(x_ptr, w_ptr, row, route, p, end, c, stride, COLUMNS: tl.constexpr, SCALE: tl.constexpr,
-             EVEN: tl.constexpr):  # fmt: skip
-    """Columns c of x's rows at positions p, times the routes' weights; zero past `end`."""
+             WHOLE: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Columns c of x's rows at positions p, times the routes' weights; zero past `end`, which WHOLE says not to ask."""
     at = x_ptr + row.to(tl.int64)[:, None] * stride + c[None, :]
-    if EVEN:
+    if EVEN and WHOLE:
+        x = tl.load(at)
+    elif WHOLE:
+        x = tl.load(at, mask=(c < COLUMNS)[None, :], other=0.0)
+    elif EVEN:
         x = tl.load(at, mask=(p < end)[:, None], other=0.0)
     else:
         x = tl.load(at, mask=(p < end)[:, None] & (c < COLUMNS)[None, :], other=0.0)
@@ -73,8 +77,8 @@ def _rows_of(x_ptr, w_ptr, row, route, p, end, c, stride, COLUMNS: tl.constexpr,
 def _outer_kernel(
     a_ptr, b_ptr, b, route_weight_ptr, out_ptr, spans_ptr, plan_ptr, stride_a, stride_b, bound,
     CHOICES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, stride_m: tl.constexpr, stride_n: tl.constexpr,
-    SCALE: tl.constexpr, TMA: tl.constexpr, GROUP_M: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr,
-    K_: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, TMA: tl.constexpr, WHOLE: tl.constexpr, GROUP_M: tl.constexpr, M_: tl.constexpr,
+    N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -90,15 +94,30 @@ def _outer_kernel(
     first, end = tl.load(spans_ptr + 2 * e), tl.load(spans_ptr + 2 * e + 1)
     routes_ptr = plan_ptr + 4 + 4 * bound
     acc = tl.zeros((M_, N_), tl.float32)
+    if WHOLE:
+        for p0 in range(first, end - K_ + 1, K_):
+            p = p0 + k
+            route = tl.load(routes_ptr + p)
+            x = _rows_of(
+                a_ptr, route_weight_ptr, route // CHOICES, route, p, end, m, stride_a, M, SCALE, True, M % M_ == 0
+            )
+            if TMA:
+                y = b.load([p0, n0])
+            else:
+                y = _rows_of(b_ptr, b_ptr, p, route, p, end, n, stride_b, N, False, True, N % N_ == 0)
+            acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
+        first += (end - first) // K_ * K_
     # a step's routes are fetched in the step before: a load that waits for another within a step halves the buffers
     route = tl.load(routes_ptr + first + k, mask=first + k < end, other=0)
-    for p0 in range(first, end, K_):
+    for p0 in tl.range(first, end, K_, num_stages=1 if WHOLE else None):
         p = p0 + k
-        x = _rows_of(a_ptr, route_weight_ptr, route // CHOICES, route, p, end, m, stride_a, M, SCALE, M % M_ == 0)
+        x = _rows_of(
+            a_ptr, route_weight_ptr, route // CHOICES, route, p, end, m, stride_a, M, SCALE, False, M % M_ == 0
+        )
         if TMA:
             y = b.load([p0, n0])
         else:
-            y = _rows_of(b_ptr, b_ptr, p, route, p, end, n, stride_b, N, False, N % N_ == 0)
+            y = _rows_of(b_ptr, b_ptr, p, route, p, end, n, stride_b, N, False, False, N % N_ == 0)
         acc = tl.dot(tl.trans(x), y, acc, input_precision="ieee")
         route = tl.load(routes_ptr + K_ + p, mask=K_ + p < end, other=0)
     out_ptrs = out_ptr + e.to(tl.int64) * (M * N) + m[:, None] * stride_m + n[None, :] * stride_n
@@ -121,7 +140,7 @@ def _row_sum_kernel(
     for p0 in range(first, end, K_):
         route = tl.load(routes_ptr + p0 + k, mask=p0 + k < end, other=0)
         row = route // CHOICES if TOKENS else p0 + k
-        x = _rows_of(a_ptr, a_ptr, row, route, p0 + k, end, n, stride_a, N, False, False).to(tl.float32)
+        x = _rows_of(a_ptr, a_ptr, row, route, p0 + k, end, n, stride_a, N, False, False, False).to(tl.float32)
         if SCALE:
             x *= tl.load(route_weight_ptr + route, mask=p0 + k < end, other=0.0).to(tl.float32)[:, None]
         acc += x
@@ -167,11 +186,14 @@ def spans(schedule: Schedule, E: int) -> torch.Tensor:
     return out
 
 
-def outer(a: Rows, b: Rows, schedule: Schedule, spans_E2: torch.Tensor, *, choices: int, tile: Tile) -> torch.Tensor:
+def outer(
+    a: Rows, b: Rows, schedule: Schedule, spans_E2: torch.Tensor, *, choices: int, tile: Tile, whole: bool = False
+) -> torch.Tensor:  # fmt: skip
     """out [E, M, N] in a's dtype, contiguous: sum over e's routes of a^T b, a [., M], b [., N], accumulated in fp32.
 
     One of them is by token. `tile`: BLOCK_M of that one's columns x BLOCK_N of the other's, BLOCK_K routes a step. TMA
-    fetches the other.
+    fetches the other. whole: steps of BLOCK_K routes ask for no end, the rest comes in a step of its own: for many
+    routes an expert. Its loads wait for the routes' within a step: of two stages more than buffers.
     """
     out = torch.empty((spans_E2.shape[0], a.of.shape[1], b.of.shape[1]), dtype=a.of.dtype, device=a.of.device)
     E, _, columns = out.shape
@@ -188,7 +210,7 @@ def outer(a: Rows, b: Rows, schedule: Schedule, spans_E2: torch.Tensor, *, choic
         left.of, right.of, box, weights, out, spans_E2, schedule.plan, left.of.stride(0), right.of.stride(0)
     )  # fmt: skip
     constants = (
-        choices, M, N, *strides, left.weights_TK is not None, tma, tile.GROUP_M, tile.BLOCK_M, tile.BLOCK_N,
+        choices, M, N, *strides, left.weights_TK is not None, tma, whole, tile.GROUP_M, tile.BLOCK_M, tile.BLOCK_N,
         tile.BLOCK_K,
     )  # fmt: skip
     grid = (E * ceil_div(M, tile.BLOCK_M) * ceil_div(N, tile.BLOCK_N), 1)

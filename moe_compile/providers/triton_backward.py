@@ -44,6 +44,7 @@ class Tiles:
     dx: Tile
     ddown: Tile
     dgate_up: Tile
+    whole: bool = False  # as of outer
 
 
 def supports(spec: ExpertsSpec, device: Device) -> Verdict:
@@ -69,15 +70,26 @@ def tiles_of(spec: ExpertsSpec, T: int, device: Device) -> Tiles:
         stages = min(stages, max(2, most // (64 * (m + width * n) * BYTES[spec.x])))
         return Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=64, warps=warps, stages=stages, SWAP=swap, TMA=tma)
 
+    def sums(n: int, k: int, warps: int, buffers: int, whole: bool) -> Tile:
+        buffers = min(buffers, max(2, most // (k * (128 + n) * BYTES[spec.x])))
+        stages = 2 * buffers - 1 if whole else buffers
+        return Tile(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, warps=warps, stages=stages, TMA=tma)
+
+    # Few routes an expert (qwen3_30b T=4096, 256): many small programs (ddown 306 us; 128 x 256: 351). Many (mixtral
+    # T=16384, 4096): wide ones, whose steps ask for no end (ddown 6087 us, asking 6663; H200, 2026-11-30).
     rows = T * spec.K / spec.E
-    sums = tile(128, 256, 8, 4) if rows > 512 else tile(128, 128, 4, 3)
+    whole = rows > 512
+    ddown = sums(256, 64, 8, 4, True) if whole else sums(128, 64, 4, 2, False)
+    dgate_up = ddown if whole else sums(128, 32, 4, 4, False)
     if rows <= 48:
         narrow = tile(64, 128, 4, 3)
         first = tile(64, 64, 4, 3, width=spec.G // spec.I)
-        return Tiles(first=first, second=narrow, act=narrow, dx=narrow, ddown=sums, dgate_up=sums)
+        return Tiles(first=first, second=narrow, act=narrow, dx=narrow, ddown=ddown, dgate_up=dgate_up)
     wide = tile(128, 256, 8, 4)
     first = tile(128, 128, 8, 4, swap=int(spec.gate_up.storage == "EGH"), width=spec.G // spec.I)
-    return Tiles(first=first, second=wide, act=wide, dx=wide, ddown=sums, dgate_up=sums)
+    # two programs a processor overlap the activation's arithmetic (T=16384: 1068 us; 128 x 256: 1140)
+    act = tile(128, 128, 4, 3, swap=1)
+    return Tiles(first=first, second=wide, act=act, dx=wide, ddown=ddown, dgate_up=dgate_up, whole=whole)
 
 
 def forward(
@@ -181,7 +193,7 @@ def backward_down(
         if down:
             pair = Rows(of=dout_TH, tokens=True), Rows(of=s_act_RI)
             a, b = pair if spec.down == "EHI" else pair[::-1]
-            found.append(outer(a, b, schedule, ends, choices=K, tile=tiles.ddown))
+            found.append(outer(a, b, schedule, ends, choices=K, tile=tiles.ddown, whole=tiles.whole))
         if p.down_bias is not None and rest[-1]:
             found.append(row_sum(Rows(of=dout_TH, tokens=True, weights_TK=scale), schedule, ends, choices=K))
     return found
@@ -219,7 +231,7 @@ def backward_gate_up(
             if need:
                 pair = Rows(of=part), Rows(of=x_TH, tokens=True, weights_TK=before)
                 a, b = pair if k_major else pair[::-1]
-                found.append(outer(a, b, schedule, ends, choices=K, tile=tiles.dgate_up))
+                found.append(outer(a, b, schedule, ends, choices=K, tile=tiles.dgate_up, whole=tiles.whole))
         found += [row_sum(Rows(of=part), schedule, ends, choices=K) for part, need in zip(parts, biases) if need]
     return found
 

@@ -207,8 +207,9 @@ def test_sums(tile):
     positions[sum(counts) :][: tile.BLOCK_K] = 0.0
     a, b = outer.Rows(of=tokens, tokens=True, weights_TK=w), outer.Rows(of=positions[:, 8:])
     for x, y in ((a, b), (b, a), (b, outer.Rows(of=tokens, tokens=True))):
-        got = outer.outer(x, y, schedule, spans, choices=3, tile=tile)
-        close(got, outer.outer_reference(x, y, schedule, spans, choices=3), 1e-5)
+        for whole in (False, True):
+            got = outer.outer(x, y, schedule, spans, choices=3, tile=tile, whole=whole)
+            close(got, outer.outer_reference(x, y, schedule, spans, choices=3), 1e-5)
     for x in (a, b):
         got = outer.row_sum(x, schedule, spans, choices=3)
         close(got, outer.row_sum_reference(x, schedule, spans, choices=3), 1e-5)

@@ -6,10 +6,9 @@ its buffers reach: weights and sorted rows by tensor descriptors, or x's rows ga
 tile's first operands arrive while the other partition still stores the last one's results. The other multiplies, two
 warpgroups of 64 rows each. Buffers change hands through two barriers each: full (the bytes are there) and empty.
 
-`permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time, whatever H; the copy
-costs 4 H bytes a route, so that with a larger I it is the cheaper of the two (mixtral T=4096: 3337 us gathered, 3067
-from sorted rows that take 39 to make; qwen3_30b: 425, 406 and 40). Not kept, for no measured gain: half tiles for an
-expert's last 64 rows or fewer, tiles of 64 rows, two programs a processor (H200, 2026-11-30).
+`permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time; the copy moves 4 H
+bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: mixtral 5265 us
+gathered, 4895 copied; qwen3_30b 762, 779; H200, 2026-11-30). docs/kernels.md has what else was tried.
 """
 
 from __future__ import annotations

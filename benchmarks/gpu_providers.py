@@ -33,8 +33,6 @@ from moe_compile.providers import Candidate, copied_bytes, providers
 from moe_compile.spec import ExpertsSpec
 
 LAYERS, ROUNDS, ROWS = 2, 15, 16
-# FlashInfer's tuner takes 20 s a cell for it; untuned this tactic is within 1.3 of tuned
-UNTUNED = {"flashinfer_cute_dsl_sm90": "PICK=128_128_64_1_128_64_1_1_0"}
 START = time.time()
 
 
@@ -46,8 +44,8 @@ def call(spec: ExpertsSpec, layer: ExpertWeights, tokens: tuple[Any, ...], plan:
     return torch.ops.moe_compile.experts(*tokens, *layer.arguments(), str(spec), plan)
 
 
-def contenders(spec: ExpertsSpec, T: int, device: torch.device, tuned: bool) -> dict[str, str]:
-    """Provider -> the text of its candidate, or why it has none."""
+def contenders(spec: ExpertsSpec, T: int, device: torch.device) -> dict[str, str]:
+    """Provider -> the text of its first candidate, or why it has none."""
     found: dict[str, str] = {}
     for name, provider in providers().items():
         verdict = provider.available() and provider.supports(spec, facts(device))
@@ -57,14 +55,12 @@ def contenders(spec: ExpertsSpec, T: int, device: torch.device, tuned: bool) -> 
         offers = provider.tactics(spec, facts(device), T) if verdict else []
         if not offers:
             found[name] = f"! {verdict if not verdict else f'not for {T} tokens'}"
-        elif name in UNTUNED and not tuned:
-            found[name] = f"{name}({UNTUNED[name]})"
         else:
             found[name] = str(Candidate(provider=name, tactic=offers[0][0]))
     return found
 
 
-def cell(spec: ExpertsSpec, T: int, layers: list[ExpertWeights], timer: Timer, tuned: bool) -> dict[str, Any]:
+def cell(spec: ExpertsSpec, T: int, layers: list[ExpertWeights], timer: Timer) -> dict[str, Any]:
     device = torch.device("cuda", 0)
     tokens = [tokens_of(spec, T) for _ in layers]
     rows = torch.linspace(0, T - 1, min(T, ROWS)).round().long().unique().tolist()
@@ -72,7 +68,7 @@ def cell(spec: ExpertsSpec, T: int, layers: list[ExpertWeights], timer: Timer, t
     result: dict[str, Any] = {"T": T, "refused": {}, "error": {}, "picks": {}, "first_s": {}}
     result["error"]["torch._grouped_mm"] = error(torch_path(spec, *tokens[0], layers[0])[rows], truth)
     calls = {"torch._grouped_mm": [lambda i=i, p=p: torch_path(spec, *i, p) for i, p in zip(tokens, layers)]}
-    for name, candidate in contenders(spec, T, device, tuned).items():
+    for name, candidate in contenders(spec, T, device).items():
         if candidate.startswith("!"):
             result["refused"][name] = candidate[2:]
             continue
@@ -110,7 +106,7 @@ def memory(spec: ExpertsSpec, T: int, refused: dict[str, str]) -> dict[str, dict
         if name in refused or name == "aten" or name.startswith("triton"):
             continue
         layer, tokens = weights_of(spec, "cuda"), tokens_of(spec, T)
-        candidate = contenders(spec, T, device, False)[name]
+        candidate = contenders(spec, T, device)[name]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -131,7 +127,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("geometries", nargs="+", choices=GEOMETRIES)
     parser.add_argument("-T", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
-    parser.add_argument("--tune-cute-dsl", action="store_true", help="let FlashInfer tune its CuTe-DSL kernels too")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no cell after so many")
     arguments = parser.parse_args()
     packages = ("torch", "triton", "flashinfer-python", "nvidia-cutlass-dsl")
@@ -159,7 +154,7 @@ def main() -> None:
             for T in arguments.T:
                 if time.time() - START > arguments.seconds:
                     break
-                found = {"geometry": name, **cell(spec, T, layers, timer, arguments.tune_cute_dsl)}
+                found = {"geometry": name, **cell(spec, T, layers, timer)}
                 result["cells"].append(found)
                 path.write_text(json.dumps(result, indent=1))
             del layers

@@ -469,6 +469,16 @@ def test_picks_survive_their_text(name, pick):
     assert providers()[name].pick(plan.at(8).tactic) == pick
 
 
+@needs_flashinfer
+def test_the_named_tactics_are_valid():
+    backend, tuner = providers()["flashinfer_cute_dsl_sm90"], fi.module("fused_moe.cute_dsl.sm90_tuner")
+    picks = [backend.pick(tactic) for tactic, _ in backend.tactics(QWEN3, H200, 64)]
+    assert picks[0] == tuner.DEFAULT_SM90_MOE_TACTIC and len(set(picks)) == 4
+    for E, K, H, I in ((128, 8, 2048, 768), (8, 2, 4096, 14336), (64, 8, 256, 64)):
+        sizes = {"hidden_size": H, "intermediate_size": I, "top_k": K, "num_local_experts": E}
+        assert all(tuner.is_valid_tactic(p, dtype=torch.bfloat16, num_tokens=64, **sizes) for p in picks)
+
+
 # What the library checks itself
 
 

@@ -1,7 +1,7 @@
 """Fitting the cost model: in, recorded measurements; out, constants with their residuals, and how well prices choose.
 
-A measurement file (docs/measured) has `specs`, a spec's line for each geometry, and `cells`: a geometry, T, and the us
-of each candidate by its text. Constants are positive, so their logarithms are fitted, by Levenberg-Marquardt on the
+A measurement file (docs/measured) has `cells`: a geometry (of suite.py, or of the file's `specs`), T, limit_us, and the
+us of each candidate by its text. Constants are positive, so their logarithms are fitted, by Levenberg-Marquardt on the
 logarithms of predicted over measured time; candidates near the best of their cell count most, since a price is there to
 choose among those. Each constant is held weakly to where it started, hence one that the data can't see stays there.
 """
@@ -21,7 +21,8 @@ import torch
 from . import cost
 from .hardware import Device, named
 from .providers import Candidate, Work, providers
-from .spec import ExpertsSpec
+from .spec import ELEMENT_BYTES, ExpertsSpec
+from .suite import GEOMETRIES
 
 SHORT_LIST = 6
 NEAR = 0.2  # a candidate that takes 20 % more than the best of its cell counts half
@@ -36,6 +37,7 @@ class Cell:
     geometry: str
     spec: ExpertsSpec
     T: int
+    load: cost.Load
     candidates: tuple[Candidate, ...]
     works: tuple[Work, ...]
     seconds: tuple[float, ...]
@@ -47,7 +49,8 @@ def read(paths: Iterable[str | Path], device: Device) -> list[Cell]:
     for path in paths:
         data = json.loads(Path(path).read_text())
         for row in data["cells"]:
-            spec = ExpertsSpec.parse(data["specs"][row["geometry"]])
+            text = data.get("specs", {}).get(row["geometry"])
+            spec = ExpertsSpec.parse(text) if text else GEOMETRIES[row["geometry"]]
             found = []
             for text, us in row["us"].items():
                 if text.partition("(")[0] in providers():
@@ -58,19 +61,30 @@ def read(paths: Iterable[str | Path], device: Device) -> list[Cell]:
                 candidates, works, seconds = zip(*found)
                 cells.append(
                     Cell(
-                        geometry=row["geometry"], spec=spec, T=row["T"], candidates=candidates, works=works,
-                        seconds=seconds,
+                        geometry=row["geometry"], spec=spec, T=row["T"], load=_load(row, spec, device),
+                        candidates=candidates, works=works, seconds=seconds,
                     )
                 )  # fmt: skip
     return cells
 
 
+def _load(row: Mapping[str, Any], spec: ExpertsSpec, device: Device) -> cost.Load:
+    """The load of a cell: uniform over as many experts as the measured tokens reached, which its limit tells where the
+    limit is their weights' bytes. A handful of tokens reaches more or fewer of them than the mean."""
+    limit = 1e-6 * row.get("limit_us", 0)
+    per_expert = (spec.G + spec.I) * spec.H
+    uniform, T = cost.Load.uniform(spec.E, spec.K), row["T"]
+    if limit < 1.01 * 2 * T * spec.K * per_expert / device.flop_rate(spec.x):
+        return uniform
+    active = limit * device.bandwidth / (per_expert * ELEMENT_BYTES[spec.x])
+    return cost.Load.reaching(active, T, spec.E, spec.K)
+
+
 def priced(cells: Sequence[Cell], device: Device, constants: Mapping[str, float]) -> list[list[float]]:
-    """Predicted seconds of each cell's candidates, under uniform load."""
+    """Predicted seconds of each cell's candidates."""
 
     def price(cell: Cell, work: Work) -> float:
-        load = cost.Load.uniform(cell.spec.E, cell.spec.K)
-        return cost.estimate(work, device, load, cell.T, fitted=constants).seconds
+        return cost.estimate(work, device, cell.load, cell.T, fitted=constants).seconds
 
     return [[price(cell, work) for work in cell.works] for cell in cells]
 
@@ -132,14 +146,33 @@ def trial(cells: Sequence[Cell], prices: Sequence[Sequence[float]]) -> dict[str,
     }
 
 
-def calibrate(paths: Sequence[str | Path], device: Device | None = None) -> dict[str, Any]:
-    """Fit the constants of the files' device and return its row of calibration.json."""
-    data = [json.loads(Path(p).read_text()) for p in paths]
-    device = device or named(data[0]["device"])
+def calibrate(paths: Sequence[str | Path], held_out: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """A device's row of calibration.json, fitted to the cells of `paths`. ValueError where they are of several devices.
+
+    trial: how prices choose in these cells; held_out: in the cells of those files, which the fit doesn't see.
+    """
+    read_in = {Path(p).name: json.loads(Path(p).read_text()) for p in paths}
+    names = {data["device"] for data in read_in.values()}
+    if len(names) != 1:
+        raise ValueError(f"calibrate: measurements of {', '.join(sorted(names))}; one device is fitted at a time")
+    device = named(names.pop())
     cells = read(paths, device)
     constants = fit(cells, device, cost.constants(device))
     prices = priced(cells, device, constants)
-    return {
-        "arch": device.arch, "date": max(d["date"] for d in data), "from": [Path(p).name for p in paths],
-        "constants": constants, "residuals": residuals(cells, prices), "trial": trial(cells, prices),
+    row = {
+        "device": device.name, "arch": device.arch, "date": max(data["date"] for data in read_in.values()),
+        "from": list(read_in), "constants": constants, "residuals": residuals(cells, prices),
+        "trial": trial(cells, prices),
     }  # fmt: skip
+    if held_out:
+        unseen = read(held_out, device)
+        prices = priced(unseen, device, constants)
+        row["held_out"] = trial(unseen, prices) | {"residuals": residuals(unseen, prices)}
+    return row
+
+
+def write(row: Mapping[str, Any]) -> None:
+    """Put a device's row into the package's calibration.json."""
+    data = json.loads(CALIBRATION.read_text())
+    data["devices"][row["device"]] = {k: v for k, v in row.items() if k != "device"}
+    CALIBRATION.write_text(json.dumps(data, indent=1) + "\n")

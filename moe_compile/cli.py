@@ -93,6 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         "--arch", metavar="ARCH", help="plan for this device (H200) or architecture (sm_107) instead; --thiek: sm_90"
     )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
+    explain.add_argument(
+        "--crossovers", action="store_true", help="the token counts from which another kernel is cheaper, and why"
+    )
     bench = command(
         "bench",
         _bench,
@@ -120,6 +123,15 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("what", nargs="?", default="", help="show: a name or part of a spec; export, import: a file")
     for sub in (tune, cache):
         sub.add_argument("--cache", default="", metavar="FOLDER", help="folder of the cache (default: moe.cache's)")
+    calibrate = command(
+        "calibrate",
+        _calibrate,
+        "fit the cost model's constants to measured tactics (bench --tactics --json), and say how well prices choose",
+        "moe-compile calibrate docs/measured/tactics_h200.json --write",
+    )
+    calibrate.add_argument("files", nargs="+", metavar="FILE", help="measurements of one device")
+    calibrate.add_argument("--held-out", nargs="+", default=[], metavar="FILE", help="tried, but not fitted to")
+    calibrate.add_argument("--write", action="store_true", help="into the package's calibration.json")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
     return parser
 
@@ -153,7 +165,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         from .outlook import outlook, thiek
 
         tokens, spec = thiek(arguments.thiek)
-        _show(arguments, outlook(spec, tokens, arguments.arch or "sm_90"))
+        if arguments.crossovers:
+            from .crossovers import crossovers
+
+            _show(arguments, crossovers([spec], arguments.arch or "sm_90"))
+        else:
+            _show(arguments, outlook(spec, tokens, arguments.arch or "sm_90"))
         return 0
     import torch
 
@@ -170,7 +187,22 @@ def _explain(arguments: argparse.Namespace) -> int:
         print(f"{arguments.model} has no weights: explained from its configuration{hint}", file=sys.stderr)
     with torch.no_grad():
         report = explain(model, **inputs)
-    _show(arguments, replanned(report, arguments.arch) if arguments.arch else report)
+    if arguments.crossovers:
+        from .crossovers import crossovers
+
+        _show(arguments, crossovers((r.spec.experts for r in report.regions), arguments.arch or model.device))
+    else:
+        _show(arguments, replanned(report, arguments.arch) if arguments.arch else report)
+    return 0
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from . import calibrate
+
+    row = calibrate.calibrate(arguments.files, arguments.held_out)
+    if arguments.write:
+        calibrate.write(row)
+    print(json.dumps(row, indent=1))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 The model is a sheet of formulas for each kind of step, as text that sympy reads. Symbols are the step's fields, the
 device's, the load's (active, tiles), fitted constants, and the rows above. The same sheet is evaluated (`estimate`),
-printed with numbers put in (`Breakdown.lines`), fitted (calibrate.py) and solved for T (`crossings`).
+printed with numbers put in (`Breakdown.lines`), fitted (calibrate.py) and solved for T (`changes`).
 Invariant: no torch and no table of kernels: two tactics differ in price only by what their steps say.
 """
 
@@ -70,18 +70,17 @@ SHEETS: dict[type[Any], dict[str, str]] = {
         "weights": "active * columns * matrices * depth * weight_bytes",
         "rereads": "(R - active) * columns * matrices * depth * weight_bytes",
         "rows": "R * depth * x_bytes + Piecewise((R, Eq(slots, 0)), (T, True)) * columns * out_bytes",
-        "held": "N * matrices * Max(slots, 1) * K",
-        "thread_registers": "held_registers * held / (32 * warps) + 32",
-        "most": "Min(registers / (Min(thread_registers, 255) * 32 * warps), threads_per_processor / (32 * warps), 32)",
+        "held": "N * matrices * Max(slots, 1) * K * Piecewise((2, Eq(iterations, 2)), (1, True)) / (32 * warps)",
+        "thread_registers": "Min(held_registers * held + 32, 255)",
+        "most": "Min(registers / (thread_registers * 32 * warps), threads_per_processor / (32 * warps), 32)",
         "resident_most": "Max(1, floor(most))",
-        "waves": "programs / (processors * resident_most)",
-        "rest": "waves - floor(waves)",
-        "multiply": "fma_cost * held / (128 * clock) * Max(1, thread_registers / 255) * resident_most",
-        "traffic": "(weights + rows + l2_miss * rereads) / (programs * iterations)",
-        "stream": "traffic * processors * resident_most / (grain * streamed_share * bandwidth)",
-        "full": "(stream_latency**2 + stream**2 + multiply**2)**(1/2)",
-        "last": "(stream_latency**2 + (rest * stream)**2 + (rest * multiply)**2)**(1/2) * Min(1, 20 * rest)",
-        "seconds": "launch + iterations * (floor(waves) * full + last) + stream_prologue * ceiling(waves)",
+        "resident": "Max(1, Min(resident_most, programs / processors))",
+        "waves": "Max(1, programs / (processors * resident_most))",
+        "multiply": "fma_cost * N * matrices * Max(slots, 1) * K / (128 * clock)",
+        "iteration": "stream_latency + resident * multiply",
+        "processor": "(iterations * iteration + stream_prologue) * waves",
+        "memory": "(weights + rows + l2_miss * rereads) / (grain * streamed_share * bandwidth)",
+        "seconds": "launch + (memory**4 + processor**4)**(1/4)",
     },
     Library: {
         "launches": "1",
@@ -114,11 +113,20 @@ class Load:
     The probabilities sum to K. `uniform` is the bound of no skew; real routing reaches fewer experts.
     """
 
-    classes: tuple[tuple[int, float], ...]
+    classes: tuple[tuple[float, float], ...]
 
     @classmethod
     def uniform(cls, E: int, K: int) -> Load:
         return cls(((E, min(K, E) / E),))
+
+    @classmethod
+    def reaching(cls, active: float, T: int, E: int, K: int) -> Load:
+        """Uniform over so many experts (at most twice E, not a whole number) that T tokens reach `active` of them."""
+        low, high = float(K), 2.0 * E
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (low, middle) if middle * (1 - (1 - K / middle) ** T) > active else (middle, high)
+        return cls(((low, K / low),))
 
     @classmethod
     def of_counts(cls, counts: list[int], tokens: int, classes: int = 16) -> Load:
@@ -134,7 +142,7 @@ class Load:
         return sum(n * p for n, p in self.classes)
 
     @property
-    def E(self) -> int:
+    def E(self) -> float:
         return sum(n for n, _ in self.classes)
 
     def active(self, T: float) -> float:
@@ -282,18 +290,17 @@ def _fields(of: Any) -> dict[str, Any]:
     return {name: int(v) if isinstance(v, bool) else v for name, v in values}
 
 
-def crossings(price: Callable[[float], float], other: Callable[[float], float], low: int, high: int) -> list[int]:
-    """Each first T in (low, high] from which the cheaper of two prices is the other one than just before."""
+def changes(choice: Callable[[int], Any], low: int, high: int) -> list[int]:
+    """Each T in (low, high] whose choice differs from that of T - 1: looked for in steps of a fifth, then halved."""
     found, T = [], low
-    sign = price(low) <= other(low)
     while T < high:
-        until = min(high, max(T + 1, math.ceil(1.25 * T)))
-        if (price(until) <= other(until)) != sign:
+        until = min(high, max(T + 1, T + T // 5))
+        while choice(T) != choice(until):
             below, above = T, until
             while above - below > 1:
                 middle = (below + above) // 2
-                below, above = (middle, above) if (price(middle) <= other(middle)) == sign else (below, middle)
+                below, above = (middle, above) if choice(middle) == choice(T) else (below, middle)
             found.append(above)
-            sign = not sign
+            T = above
         T = until
     return found

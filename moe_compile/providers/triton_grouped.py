@@ -210,28 +210,26 @@ def hopper(device: torch.device | Device) -> bool:
     return facts(device).capability >= (9, 0)
 
 
-# (N, K, warps, stages, SWAP, TMA) worth pricing for each height M of a tile: within 2 % of the best of six to eight
-# shapes in some cell (T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b, qwen3next; H200, 2026-11-30; docs/measured):
-# * M <= 32: weights as the tall operand (SWAP) of 64 rows; TMA gains nothing there and costs host time. fc2 differs by
-#   what its depth wants: 3 stages of 128 where I is 512, 4 where it is 14336, rows of 64 where N is contiguous.
+# (N, K, warps, stages, SWAP, TMA) of each linear worth pricing for each height M of a tile: the fewest of which one is
+# within 1.5 % of the best of six to eight shapes at T = 16 .. 4096 of qwen3_30b, mixtral, gpt_oss_20b and qwen3next
+# wherever that height wins (H200, 2026-11-30; docs/measured/kernels_h200.json):
+# * M <= 32: weights as the tall operand (SWAP) of 64 rows; TMA gains nothing there and costs host time.
 # * M = 128: 128 x 256 accumulators on 8 warps, weights by TMA (qwen3_30b T=4096: fc1 446 us with, 472 without). SWAP
 #   helps fc1 where K is contiguous (mixtral T=4096: 3218, unswapped 3489), hurts where N is (gpt_oss T=1024: 386, 365).
 _Shape = tuple[int, int, int, int, int, int]
 _NARROW1: tuple[_Shape, ...] = ((32, 128, 4, 3, 1, 0), (64, 64, 4, 4, 1, 0))
-_NARROW2: tuple[_Shape, ...] = (
-    (64, 128, 4, 3, 1, 0), (64, 128, 4, 4, 1, 0), (128, 64, 4, 4, 1, 0), (128, 128, 4, 3, 1, 0),
-)  # fmt: skip
+_NARROW2: tuple[_Shape, ...] = ((64, 128, 4, 4, 1, 0), (128, 64, 4, 4, 1, 0))
 FIRST: dict[int, tuple[_Shape, ...]] = {
     16: _NARROW1,
     32: _NARROW1,
     64: ((64, 64, 4, 3, 0, 0),),
-    128: ((128, 64, 8, 4, 1, 1), (128, 64, 8, 4, 0, 1), (128, 64, 8, 3, 0, 0)),
+    128: ((128, 64, 8, 4, 1, 1), (128, 64, 8, 4, 0, 1)),
 }
 SECOND: dict[int, tuple[_Shape, ...]] = {
     16: _NARROW2,
     32: _NARROW2,
     64: ((128, 64, 4, 3, 0, 0), (256, 64, 4, 4, 0, 1)),
-    128: ((256, 64, 8, 4, 0, 1), (128, 64, 4, 3, 0, 1), (256, 64, 8, 3, 0, 0)),
+    128: ((256, 64, 8, 4, 0, 1), (128, 64, 4, 3, 0, 1)),
 }
 
 
@@ -250,8 +248,9 @@ def _offered(spec: ExpertsSpec, routes: int, active: float, tma: bool) -> list[d
     for m in dict.fromkeys((best, min(128, 2 * best), max(16, best // 2))):
         for n1, *rest in FIRST[m]:
             for second in SECOND[m]:
-                if tma or not (rest[-1] or second[-1]):
-                    found.append(_knobs(m, (n1 * (half if m <= 32 else 1), *rest), second))
+                found.append(_knobs(m, (n1 * (half if m <= 32 else 1), *rest), second))
+    if not tma:  # by addresses a stage less is in flight
+        found = [k | {"TMA1": 0, "TMA2": 0, "S1": min(k["S1"], 3), "S2": min(k["S2"], 3)} for k in found]
     return found
 
 

@@ -1,18 +1,26 @@
 """The cost model: counts that routing decides, formulas that print and evaluate alike, prices that follow physics."""
 
+import dataclasses
 import itertools
+import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 
-from moe_compile import cost
+from moe_compile import calibrate, cost
 from moe_compile.activation import Activation
 from moe_compile.cost import Load, estimate
+from moe_compile.crossovers import crossovers, path
 from moe_compile.hardware import DEVICES, named
+from moe_compile.providers import Candidate
+from moe_compile.providers.triton_grouped import FIRST, SECOND, _knobs
 from moe_compile.providers.triton_work import decode_work, grouped_work
 from moe_compile.spec import ExpertsSpec
+from moe_compile.work import Tiled, Work
 
+MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 H200 = named("H200")
 WIDE = {"M": 128, "N1": 128, "K1": 64, "W1": 8, "S1": 4, "SWAP1": 0, "TMA1": 1,
         "N2": 256, "K2": 64, "W2": 8, "S2": 4, "SWAP2": 0, "TMA2": 1}  # fmt: skip
@@ -85,20 +93,139 @@ def test_no_price_beats_the_datasheet():
                 assert priced.seconds > 0.97 * limit
 
 
-def test_crossings_are_where_the_cheaper_one_changes():
-    load = Load.uniform(128, 8)
+def test_changes_are_where_the_cheaper_one_changes():
+    load, works = (
+        Load.uniform(128, 8),
+        {"narrow": grouped_work(spec_of(), NARROW), "wide": grouped_work(spec_of(), WIDE)},
+    )
 
-    def price(work):
-        return lambda T: estimate(work, H200, load, T).seconds
+    def price(name, T):
+        return estimate(works[name], H200, load, T).seconds
 
-    narrow, wide = price(grouped_work(spec_of(), NARROW)), price(grouped_work(spec_of(), WIDE))
-    (T,) = cost.crossings(narrow, wide, 64, 4096)
-    assert narrow(T - 1) <= wide(T - 1)
-    assert narrow(T) > wide(T)
-    assert cost.crossings(narrow, narrow, 1, 4096) == []
+    (T,) = cost.changes(lambda T: min(works, key=lambda name: price(name, T)), 64, 4096)
+    assert price("narrow", T - 1) < price("wide", T - 1)
+    assert price("narrow", T) > price("wide", T)
+    assert cost.changes(lambda T: T // 100, 1, 1000) == list(range(100, 1001, 100))
 
 
 def test_a_device_without_constants_takes_those_of_its_architecture():
     assert cost.calibrated(named("H100")) == "H200"
     assert cost.constants(named("H100")) == cost.constants(H200)
     assert cost.constants(named("A100"))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(128, 4, 2880, 2880), (128, 8, 2048, 768), (256, 8, 7168, 2048), (8, 2, 4096, 14336)]
+)
+def test_with_mxfp4_bytes_the_narrow_token_tile_wins_under_about_64_rows_an_expert(sizes):
+    """No threshold is in the formulas: it is where reading weights again costs less than multiplying padding."""
+    E, K, H, I = sizes
+    spec, b200, load = spec_of(E=E, K=K, H=H, I=I), named("B200"), Load.uniform(E, K)
+
+    def cheapest(heights, rows):
+        return min(
+            estimate(_mxfp4(grouped_work(spec, _knobs(M, a, b))), b200, load, max(1, rows * E // K)).seconds
+            for M in heights for a in FIRST[M] for b in SECOND[M]
+        )  # fmt: skip
+
+    def narrow_wins(rows):
+        return cheapest((16, 32, 64), rows) < cheapest((128,), rows)
+
+    assert narrow_wins(8)
+    first, *_ = cost.changes(narrow_wins, 8, 512)
+    assert 48 <= first <= 96
+    assert cheapest((16, 32, 64), 8) < 0.6 * cheapest((128,), 8)
+
+
+def _mxfp4(work):
+    return Work(
+        steps=tuple(dataclasses.replace(s, weight_bytes=17 / 32) if isinstance(s, Tiled) else s for s in work.steps)
+    )
+
+
+def test_the_fma_path_is_for_few_tokens_and_ends_where_experts_are_shared():
+    """It reads an expert again for each of its routes: the more experts, the more tokens it serves."""
+    ends = {}
+    for E in (32, 128, 512):
+        ends[E] = path(spec_of(E=E), H200)
+    firsts = [found.changes[0].T for found in ends.values()]
+    assert all(found.first.startswith("triton_decode") for found in ends.values())
+    assert all(found.changes[0].candidate.startswith("triton_grouped") for found in ends.values())
+    assert firsts == sorted(firsts)
+    assert firsts[0] < firsts[-1] <= 32
+    both = crossovers([spec_of(E=32), spec_of(E=512), spec_of(E=32)], "sm_90")
+    assert [p.first for p in both.paths] == [ends[32].first, ends[512].first]
+    assert "T = 1: triton_decode(" in str(both)
+    assert both.as_dict()["paths"][0]["changes"][0]["T"] == firsts[0]
+
+
+def test_constants_are_found_again_from_prices_made_with_them():
+    """Fitting from elsewhere returns to the constants that made the data, as far as choices can tell."""
+    made = cost.constants(H200)
+    spec, cells = spec_of(), []
+    for T in (1, 8, 64, 512, 4096):
+        works = [grouped_work(spec, WIDE), grouped_work(spec, NARROW), decode_work(spec, FEW)]
+        load = Load.uniform(128, 8)
+        cells.append(
+            calibrate.Cell(
+                geometry="made", spec=spec, T=T, load=load, works=tuple(works),
+                candidates=(Candidate(provider="triton_grouped"),) * 3,
+                seconds=tuple(estimate(w, H200, load, T).seconds for w in works),
+            )
+        )  # fmt: skip
+    start = {**made, "tiled_share": 0.7, "launch": 6e-6}
+    found = calibrate.fit(cells, H200, start)
+    before, after = (calibrate.residuals(cells, calibrate.priced(cells, H200, c))["rms"] for c in (start, found))
+    assert after < 0.1 * before
+    assert found["tiled_share"] == pytest.approx(made["tiled_share"], rel=0.05)
+    assert calibrate.trial(cells, calibrate.priced(cells, H200, found))["within_10_percent"] == 1
+
+
+def test_the_packages_constants_choose_well_in_the_measurements_that_they_come_from():
+    row = json.loads(calibrate.CALIBRATION.read_text())["devices"]["H200"]
+    cells = calibrate.read([MEASURED / name for name in row["from"]], H200)
+    again = calibrate.trial(cells, calibrate.priced(cells, H200, row["constants"]))
+    assert again == row["trial"]
+    assert again["within_10_percent"] >= 0.95
+    assert again["median_regret"] < 0.03
+    assert again["short_list_hit"] >= 0.99
+
+
+def test_files_of_two_devices_are_not_fitted_together(tmp_path):
+    for name in ("H200", "A100"):
+        (tmp_path / name).write_text(json.dumps({"device": name, "date": "2026-11-30", "cells": []}))
+    with pytest.raises(ValueError, match="A100, H200; one device"):
+        calibrate.calibrate([tmp_path / "H200", tmp_path / "A100"])
+
+
+def interleaved(work, load, T):
+    """(price over that of fc1 and fc2 in turn, FC1 tiles for each cluster of two processors) of one launch for both.
+
+    It takes both linears' programs as places come free, each claimed while the one before runs, keeps the activations
+    in L2, and starts fc2 when a first round of fc1 is through; a place holds what the larger of both kinds needs.
+    """
+    first, second = (rows for step, rows in estimate(work, H200, load, T).steps if isinstance(step, Tiled))
+    places = H200.processors * min(first["resident_most"], second["resident_most"])
+    work_done = sum(rows["programs"] * rows["program"] for rows in (first, second)) / places
+    kept = 2 * first["columns"] * first["R"] * first["out_bytes"] / (first["tiled_share"] * H200.bandwidth)
+    memory = first["memory"] + second["memory"] - kept
+    seconds = first["launch"] + (memory**3 + (work_done + first["program"]) ** 3) ** (1 / 3)
+    return seconds / (first["seconds"] + second["seconds"]), first["programs"] / (H200.processors / 2)
+
+
+@pytest.mark.parametrize(("H", "I"), [(2048, 768), (4096, 1536), (7168, 2048), (2048, 1408)])
+def test_interleaving_the_phases_wants_several_fc1_tiles_a_cluster_and_many_rows_an_expert(H, I):
+    """The first round of fc1, in which nothing else can run, weighs less the more rounds there are."""
+    rows, few, many = 256, [], []
+    for E in (4, 8, 16, 32, 64, 128):
+        over, tiles = interleaved(grouped_work(spec_of(E=E, K=2, H=H, I=I), WIDE), Load.uniform(E, 2), rows * E // 2)
+        if 1.5 < tiles < 7:
+            few.append(over)
+        elif tiles > 14:
+            many.append(over)
+    assert min(few) > 1.035
+    assert max(many) < 1.05
+    assert min(few) > max(many[1:])
+    narrow = interleaved(grouped_work(spec_of(E=128, K=8, H=H, I=I), NARROW), Load.uniform(128, 8), 16 * 128 // 8)
+    wide = interleaved(grouped_work(spec_of(E=128, K=8, H=H, I=I), WIDE), Load.uniform(128, 8), 128 * 128 // 8)
+    assert narrow[0] > 1.03 > wide[0]  # 16 rows an expert, 128 rows

@@ -24,11 +24,11 @@ LEVELS = [
     {"reference", "formats", "cost"},
     {"canonical", "kernels", "algebra"},
     {"rules", "providers", "replay"},
-    {"recognize", "plan", "calibrate", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
+    {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
     {"choose"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
-    {"demo", "inventory", "outlook", "pretrained", "peers", "suite"},
+    {"demo", "inventory", "outlook", "pretrained", "peers", "suite", "calibrate", "crossovers"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

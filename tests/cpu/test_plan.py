@@ -22,13 +22,6 @@ def spec_of(**changes) -> ExpertsSpec:
     return ExpertsSpec(**{"E": 128, "K": 8, "H": 2048, "I": 768, "act": Activation.parse("swiglu"), **changes})
 
 
-@pytest.fixture(autouse=True)
-def _here(monkeypatch):
-    """Planning for a device asks the providers whether they could run on it, not whether it is here."""
-    for name in OURS:
-        monkeypatch.setattr(providers()[name], "available", lambda: OK)
-
-
 def test_a_list_is_ranked_by_price_and_the_plan_is_of_the_cheapest():
     planning = plan_experts(spec_of(), H200)
     assert tuple(planning.lists) == TOKEN_BUCKETS

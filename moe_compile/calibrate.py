@@ -176,3 +176,99 @@ def write(row: Mapping[str, Any]) -> None:
     data = json.loads(CALIBRATION.read_text())
     data["devices"][row["device"]] = {k: v for k, v in row.items() if k != "device"}
     CALIBRATION.write_text(json.dumps(data, indent=1) + "\n")
+
+
+CONSTANTS = {
+    "launch": "seconds that one launch in a CUDA graph adds",
+    "sort_launch": "the same for the launches of the sort",
+    "sort_cost": "seconds a route and expert of the sort that recounts all ids in every program",
+    "pass_share": "share of the bandwidth that a pass over rows reaches (above 1: L2 has the rows)",
+    "tiled_share": "share of the datasheet's bandwidth that tiled linears reach",
+    "tiled_grain": "the same, where weights are contiguous along columns instead of depth, over `tiled_share`",
+    "run_cost": "bytes whose time memory loses beside each contiguous piece of a tile's weights",
+    "small_loss": "more time for memory where the product isn't 64 rows tall",
+    "l2_share": "share of 64 bytes a clock that a processor takes in from L2",
+    "tensor_share": "share of the datasheet's FLOP/s that an infinitely wide product reaches",
+    "narrow_cost": "columns whose time a product of 64 rows takes beside its own",
+    "small_share": "share of the FLOP/s where the product isn't 64 rows tall",
+    "load_latency": "seconds from a load to its data, with one stage in flight",
+    "held_stages": "stages that hold data in use instead of loads in flight",
+    "address_cost": "seconds a 16-byte load of a thread takes to address, without tensor descriptors",
+    "prologue": "seconds a program takes before and after its loop",
+    "store_cost": "seconds a program takes to store one element",
+    "wave_loss": "share of the last wave's empty places that is lost",
+    "streamed_share": "share of the bandwidth that streamed linears reach",
+    "streamed_grain": "as `tiled_grain`",
+    "l2_miss": "share of repeated reads of an expert that L2 doesn't have",
+    "held_registers": "registers a thread needs for each element it holds",
+    "fma_cost": "cycles of a lane for each element",
+    "stream_latency": "seconds from a load to its data that other programs don't hide",
+    "stream_prologue": "as `prologue`",
+    "library_share": "share of the bandwidth that a library's linears reach (not fitted)",
+    "library_tensor_share": "share of the FLOP/s, the same (not fitted)",
+}
+
+
+_HEAD = """\
+# The cost model
+
+Printed by `python -m moe_compile.calibrate > docs/cost_model.md`: formulas from moe_compile/cost.py, constants from
+moe_compile/calibration.json.
+
+A provider states what a tactic launches (`work.py`: sizes and tiles, free of T), `hardware.py` what a device can do, a
+`Load` how tokens choose experts. A price is the sum over the steps of `seconds` in their sheets below; with eager
+launches it is at least the host's time for them. Rows use rows above them. Times are seconds, sizes bytes.
+
+* p_e: the probability that a token chooses expert e; K/E each unless the routing is known.
+* `active` = sum over e of 1 - (1 - p_e)^T; `tiles` = sum over e of E[ceil(n_e / M)], n_e binomial in T and p_e.
+* Soft maxima, (a^n + b^n)^(1/n), join what overlaps: memory with the processors; within a pass over K columns the
+  tensor units, the intake from L2, the latency that stages hide, and a program's own sequence.
+* Crossovers are solved on these formulas: `moe-compile explain --thiek 1,2048,768,128,8 --arch H200 --crossovers`.
+"""
+
+
+def markdown() -> str:
+    """docs/cost_model.md."""
+    parts = [_HEAD, "## Formulas\n"]
+    for kind, rows in cost.SHEETS.items():
+        meaning = (kind.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        parts += [f"`{kind.__name__}`: {meaning}\n", *(f"    {name} = {text}" for name, text in rows.items()), ""]
+    for device, row in json.loads(CALIBRATION.read_text())["devices"].items():
+        head = f"## Constants: {device}, {row['date']}, from {', '.join(row['from'])}\n"
+        table = [f"| `{name}` | {value:.4g} | {CONSTANTS[name]} |" for name, value in row["constants"].items()]
+        parts += [head, "| constant | value | meaning |", "| --- | --- | --- |", *table, ""]
+        off, tried = row["residuals"], row["trial"]
+        parts.append(
+            f"Off by {off['median']:.1%} (median), {off['p90']:.1%} (90th percentile), {off['rms']:.1%} (RMS) over "
+            f"{off['candidates']} candidates in {off['cells']} cells. {_said(tried)}\n"
+        )
+        if unseen := row.get("held_out"):
+            off = unseen["residuals"]
+            parts.append(
+                f"In cells that the fit didn't see: off by {off['median']:.1%} (median), {off['p90']:.1%} (90th "
+                f"percentile) over {off['candidates']} candidates. {_said(unseen)}\n"
+            )
+    parts += [_TAIL]
+    return "\n".join(parts)
+
+
+def _said(tried: Mapping[str, Any]) -> str:
+    return (
+        f"Choosing by price alone is within 10 % of the fastest measured in {tried['within_10_percent']:.1%} of "
+        f"{tried['cells']} cells, {tried['median_regret']:.1%} slower in the median and {tried['worst_regret']:.1%} at "
+        f"worst; the fastest is among the {SHORT_LIST} cheapest in {tried['short_list_hit']:.1%}."
+    )
+
+
+_TAIL = """\
+## Fitting again
+
+    moe-compile bench --tactics 32 --json > tactics.json
+    moe-compile calibrate tactics.json --write
+
+A device without constants of its own takes those of its architecture, else the first device's: shares and latencies
+carry over roughly, and tuning measures what the price only ranks.
+"""
+
+if __name__ == "__main__":
+    print(markdown(), end="")

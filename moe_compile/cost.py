@@ -58,7 +58,8 @@ SHEETS: dict[type[Any], dict[str, str]] = {
         "whole_waves": "Max(1, waves) + wave_loss * Piecewise((ceiling(waves) - waves, waves > 1), (0, True))",
         "processor": "program * whole_waves",
         "stall": "Piecewise((1, tall >= 64), (1 + small_loss, True))",
-        "memory": "stall * (weights + rows) / (grain * tiled_share * bandwidth)",
+        "run": "(deep * K + (1 - deep) * N * matrices / products) * weight_bytes",
+        "memory": "stall * (1 + run_cost / run) * (weights + rows) / (grain * tiled_share * bandwidth)",
         "seconds": "launch + (memory**3 + processor**3)**(1/3)",
     },
     Streamed: {
@@ -279,7 +280,8 @@ def _rows(step: Step, numbers: Mapping[str, Any], device: Device, load: Load, T:
         own |= {"tiles": load.tiles(T, M), "flop_rate": device.flop_rate(step.dtype)}
     if isinstance(step, Tiled | Streamed):
         against = f"{kind.__name__.lower()}_grain"
-        own["grain"] = 1.0 if step.along == "depth" else own[against]
+        own["deep"] = int(step.along == "depth")
+        own["grain"] = 1.0 if own["deep"] else own[against]
     rows = function(*(own[i] for i in inputs))
     return {**{i: own[i] for i in inputs}, **dict(zip(SHEETS[kind], rows))}
 

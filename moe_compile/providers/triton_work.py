@@ -60,8 +60,8 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=128, N=knobs[f"N{i}"], K=64, warps=8,
-            stages=4, products=1, tma=True, ahead=True, along="depth" if k_major else "columns", dtype=spec.x,
-            x_bytes=size, weight_bytes=size, out_bytes=size,
+            stages=4, products=1, tma=i == 2 or not knobs["GATHER"], ahead=True,
+            along="depth" if k_major else "columns", dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
         )
         for i, columns, depth, matrices, k_major in (
             (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH"),

@@ -11,7 +11,6 @@ from moe_compile.options import OptionError
 from moe_compile.plan import TOKEN_BUCKETS, plan_experts, plan_route, shortlist
 from moe_compile.providers import Candidate, Plan, providers
 from moe_compile.spec import ExpertsSpec, RouterSpec
-from moe_compile.verdict import OK
 
 pytest.importorskip("triton")
 H200 = named("sm_90")

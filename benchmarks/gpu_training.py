@@ -10,6 +10,7 @@ In: what to do, geometries and token counts on the command line. Out: tables on 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -225,6 +226,19 @@ def recomputing(spec: ExpertsSpec) -> Any:
     return step
 
 
+def without_hopper(spec: ExpertsSpec) -> Any:
+    """The same without kernels.hopper."""
+
+    def step(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, p: ExpertWeights, dout: torch.Tensor) -> Any:
+        tiles = triton_backward.tiles_of(spec, x.shape[0], facts(x.device))
+        tiles = dataclasses.replace(tiles, persistent=None)
+        out, kept = triton_backward.forward(spec, x, ids, w, p, tiles)
+        yield out
+        yield triton_backward.backward(spec, dout, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles)
+
+    return step
+
+
 def by_autograd(function: Any) -> Any:
     def step(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, p: ExpertWeights, dout: torch.Tensor) -> Any:
         leaves = [t.detach().requires_grad_() for t in (x, w, p.gate_up[0], p.down)]
@@ -286,7 +300,7 @@ def totals(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         inputs = (x, ids, w, p, torch.randn_like(x))
         torch._dynamo.reset()
         steps = {
-            "moe": ours(spec), "moe, recomputing": recomputing(spec),
+            "moe": ours(spec), "moe, recomputing": recomputing(spec), "moe, without hopper.py": without_hopper(spec),
             "HF grouped_mm, Inductor": by_autograd(hf(spec)), "torch._grouped_mm": by_autograd(grouped_mm(spec)),
         }  # fmt: skip
         row: dict[str, Any] = {"geometry": name, "E": spec.E, "K": spec.K, "H": spec.H, "I": spec.I, "T": T}

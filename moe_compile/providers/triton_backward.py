@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..activation import derivative
 from ..hardware import Device, facts
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec, torch_dtype
-from ..verdict import Verdict
+from ..verdict import Reject, Verdict
 from .triton_grouped import hopper, one_stride_pattern, shared_limit, triton_available, triton_supports
 from .triton_work import BYTES
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..kernels.grouped import Tile
+    from ..kernels.hopper import Persistent
     from ..kernels.sort import Schedule
 
 
@@ -45,10 +47,15 @@ class Tiles:
     ddown: Tile
     dgate_up: Tile
     whole: bool = False  # as of outer
+    persistent: Persistent | None = None  # second and dx by kernels.hopper instead
 
 
 def supports(spec: ExpertsSpec, device: Device) -> Verdict:
     """OK where these kernels train `spec` on such a device."""
+    if spec.post != "none":
+        return Reject("a norm of each expert's output", f"post={spec.post}")
+    if spec.tensors == "listed":
+        return Reject("experts in tensors of their own", "our kernels address one tensor by expert number")
     return triton_available() and triton_supports(spec, device)
 
 
@@ -58,7 +65,14 @@ def reads(weights: ExpertWeights) -> Verdict:
 
 
 def tiles_of(spec: ExpertsSpec, T: int, device: Device) -> Tiles:
-    """The tiles for T tokens."""
+    """The tiles for T tokens: the same objects for the same kind of T, since kernels are bound by tile."""
+    rows = T * spec.K / spec.E
+    return _tiles(spec, rows > 48, rows > 512, device)
+
+
+@lru_cache(1024)
+def _tiles(spec: ExpertsSpec, tall: bool, whole: bool, device: Device) -> Tiles:
+    """Of 128 rows where `tall`, else 64; whole as of outer."""
     from ..kernels.grouped import Tile
 
     if spec.x == "f32":  # FMA dots: small tiles, the accumulators are the registers
@@ -77,11 +91,9 @@ def tiles_of(spec: ExpertsSpec, T: int, device: Device) -> Tiles:
 
     # Few routes an expert (qwen3_30b T=4096, 256): many small programs (ddown 306 us; 128 x 256: 351). Many (mixtral
     # T=16384, 4096): wide ones, whose steps ask for no end (ddown 6087 us, asking 6663; H200, 2026-11-30).
-    rows = T * spec.K / spec.E
-    whole = rows > 512
     ddown = sums(256, 64, 8, 4, True) if whole else sums(128, 64, 4, 2, False)
     dgate_up = ddown if whole else sums(128, 32, 4, 4, False)
-    if rows <= 48:
+    if not tall:
         narrow = tile(64, 128, 4, 3)
         first = tile(64, 64, 4, 3, width=spec.G // spec.I)
         return Tiles(first=first, second=narrow, act=narrow, dx=narrow, ddown=ddown, dgate_up=dgate_up)
@@ -89,7 +101,22 @@ def tiles_of(spec: ExpertsSpec, T: int, device: Device) -> Tiles:
     first = tile(128, 128, 8, 4, swap=int(spec.gate_up.storage == "EGH"), width=spec.G // spec.I)
     # two programs a processor overlap the activation's arithmetic (T=16384: 1068 us; 128 x 256: 1140)
     act = tile(128, 128, 4, 3, swap=1)
-    return Tiles(first=first, second=wide, act=act, dx=wide, ddown=ddown, dgate_up=dgate_up, whole=whole)
+    return Tiles(
+        first=first, second=wide, act=act, dx=wide, ddown=ddown, dgate_up=dgate_up, whole=whole,
+        persistent=_persistent(spec, device),
+    )  # fmt: skip
+
+
+def _persistent(spec: ExpertsSpec, device: Device) -> Persistent | None:
+    """The tile of the second linear for kernels.hopper, where it runs; like the others', 128 rows high."""
+    from .triton_hopper import TritonHopper
+
+    provider = TritonHopper()
+    if not (provider.available() and provider.supports(spec, device)):
+        return None
+    from ..kernels.hopper import Persistent
+
+    return Persistent(N=256)
 
 
 def forward(
@@ -99,7 +126,6 @@ def forward(
     """(out_TH in spec.out, gate_up_RG in spec.x, by expert)."""
     from ..kernels.epilogue import epilogue
     from ..kernels.finalize import finalize
-    from ..kernels.grouped import fc2
     from ..kernels.sort import sort_routes
 
     T, out = x_TH.shape[0], torch_dtype(spec.out)
@@ -109,7 +135,7 @@ def forward(
     with _on(x_TH):
         schedule = sort_routes(ids_TK, spec.E, tiles.first.BLOCK_M)
         gate_up_RG, act_RI = _first(spec, x_TH, w_TK, p, schedule, epilogue(spec.act.expr), tiles.first)
-        y_RH = fc2(act_RI, p.down, p.down_bias, schedule, k_major=spec.down == "EHI", tile=tiles.second)
+        y_RH = _product(act_RI, p.down, p.down_bias, schedule, spec.down == "EHI", tiles.second, tiles)
         return finalize(y_RH, ids_TK, w_TK if spec.weight == "output" else None, spec.E, out), gate_up_RG
 
 
@@ -123,6 +149,20 @@ def _first(
         _rows(x_TH), p.gate_up, p.gate_up_bias, w_TK if spec.weight == "input" else None, schedule, act, choices=spec.K,
         sizes=(spec.H, spec.I), halves=spec.gate_up.halves, k_major=spec.gate_up.storage == "EGH", tile=tile,
     )  # fmt: skip
+
+
+def _product(
+    rows_RN: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, k_major: bool, tile: Tile,
+    tiles: Tiles,
+) -> torch.Tensor:  # fmt: skip
+    """Rows in sorted order times their expert's matrix, in route order: fc2 of either file."""
+    from ..kernels import grouped
+
+    if tiles.persistent is None or not grouped.tma_aligned(w):
+        return grouped.fc2(rows_RN, w, bias, schedule, k_major=k_major, tile=tile)
+    from ..kernels import hopper
+
+    return hopper.fc2(rows_RN, w, bias, schedule, k_major=k_major, tile=tiles.persistent)
 
 
 def _rows(x_TH: torch.Tensor) -> torch.Tensor:
@@ -220,7 +260,10 @@ def backward_gate_up(
         schedule = sort_routes(ids_TK, E, tiles.first.BLOCK_M)
         ends = spans(schedule, E)
         if hidden or weights:
-            dx_RH = dx_routes(dgate_up_RG, p.gate_up, schedule, k_major=k_major, tile=tiles.dx)
+            if n == 1:
+                dx_RH = _product(dgate_up_RG, p.gate_up[0], None, schedule, not k_major, tiles.dx, tiles)
+            else:
+                dx_RH = dx_routes(dgate_up_RG, p.gate_up, schedule, k_major=k_major, tile=tiles.dx)
             if hidden:
                 found.append(finalize(dx_RH, ids_TK, before, E, x_TH.dtype))
             if weights:

@@ -150,6 +150,8 @@ def test_what_it_cannot_train_is_left_to_aten():
     strided = dataclasses.replace(p, gate_up=(p.gate_up[0], p.gate_up[1].mT.contiguous().mT))
     assert not call.trains(strided)
     assert not ops._call(str(spec), "*:aten", torch.device("cpu")).trains(p)
+    for changes in ({"post": "rms", "eps": 1e-6}, {"tensors": "listed"}):
+        assert not ops._call(str(spec_of(**changes)), PLAN, torch.device("cpu")).trainable
 
 
 # --- kernels against their twins --------------------------------------------------------------------------------------

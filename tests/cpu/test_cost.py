@@ -13,6 +13,7 @@ import pytest
 
 from moe_compile import calibrate, cost
 from moe_compile.activation import Activation
+from moe_compile.cli import main
 from moe_compile.cost import Load, estimate
 from moe_compile.crossovers import crossovers, path
 from moe_compile.hardware import DEVICES, named
@@ -239,3 +240,31 @@ def test_the_document_is_printed_from_the_model():
     fitted = set(cost.constants(H200))
     assert fitted == set(calibrate.CONSTANTS)
     assert all(re.search(rf"\b{name}\b", str(cost.SHEETS)) or name.endswith("_grain") for name in fitted)
+
+
+def test_the_command_line_solves_crossovers_for_a_device_that_is_not_here(capsys):
+    arguments = ["explain", "--thiek", "1,2048,768,128,8", "--arch", "sm_90", "--crossovers", "--json"]
+    assert main(arguments) == 0
+    (found,) = json.loads(capsys.readouterr().out)["paths"]
+    assert found["first"].startswith("triton_decode(")
+    tokens = [change["T"] for change in found["changes"]]
+    assert tokens == sorted(tokens)
+    assert all(change["us"] <= change["before_us"] for change in found["changes"])
+
+
+def test_the_command_line_fits_and_tries_and_writes_only_when_told(capsys, tmp_path, monkeypatch):
+    data = json.loads((MEASURED / "offers_h200.json").read_text())
+    data["cells"] = [c for c in data["cells"] if c["geometry"] == "qwen3_30b" and c["T"] in (1, 64, 4096)]
+    (tmp_path / "few.json").write_text(json.dumps(data))
+    monkeypatch.setattr(calibrate, "CALIBRATION", tmp_path / "calibration.json")
+    (tmp_path / "calibration.json").write_text(json.dumps({"devices": {"A100": {"arch": "sm_80"}}}))
+    few = str(tmp_path / "few.json")
+    assert main(["calibrate", few, "--held-out", few]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["device"], row["trial"]["cells"], row["from"]) == ("H200", 3, ["few.json"])
+    assert {k: row["held_out"][k] for k in row["trial"]} == row["trial"]
+    assert list(json.loads(calibrate.CALIBRATION.read_text())["devices"]) == ["A100"]
+    assert main(["calibrate", few, "--write"]) == 0
+    written = json.loads(calibrate.CALIBRATION.read_text())["devices"]
+    assert written["H200"]["constants"] == row["constants"]
+    assert written["A100"] == {"arch": "sm_80"}

@@ -32,7 +32,7 @@ class Planning:
 
     lists: for each bucket (its bound, None for the last) the short list, cheapest first, then those without a price
     that can be relied on: what tuning measures.
-    candidates: a line a provider ("triton_grouped: ok", "aten: Reject ...") and a line for each candidate left out.
+    candidates: a line a provider: "triton_grouped: ok", or why not.
     copied_bytes: of weights that `within`, the plan's providers and those that tuning may choose instead, keep in
     layouts of their own.
     """
@@ -65,7 +65,7 @@ def plan_experts(
         n: p.available() and _copies(copied_bytes((n,), spec), weight_copy_bytes) and p.supports(spec, device)
         for n, p in providers().items()
     }
-    lines = [f"{name}: {verdict}" for name, verdict in verdicts.items()]
+    lines = tuple(f"{name}: {verdict}" for name, verdict in verdicts.items())
     able = tuple(n for n in COMPETE.get(device.type, ()) if verdicts.get(n)) or ("aten",)
     wish = wish if wish is not None and verdicts[wish.provider] else None
     measured: tuple[str, ...] = ()
@@ -77,20 +77,13 @@ def plan_experts(
         T, forced = bound or OPEN_BUCKET, (wish.provider,) if wish else ()
         ranked = shortlist(spec, device, T, forced, wish=wish, mode=mode, load=load)
         ranked = ranked or shortlist(spec, device, T, able, mode=mode, load=load)
-        fits = [p for p in ranked if p.work.copied_bytes <= weight_copy_bytes]
-        for p in ranked:
-            if p not in fits:
-                line = f"{p.candidate}: {_copies(p.work.copied_bytes, weight_copy_bytes)}"
-                lines += [line] if line not in lines else []
-        if not fits:
-            raise ValueError(f"no candidate of {', '.join(able)} is left for {T} tokens of {spec}")
+        if not ranked:
+            raise ValueError(f"no provider of {', '.join(able)} has a tactic for {T} tokens of {spec}")
         unpriced = shortlist(spec, device, T, measured, mode=mode, load=load)
-        lists[bound] = (*fits[:limit], *unpriced)
+        lists[bound] = (*ranked[:limit], *unpriced)
     plan = Plan.of((bound, ranked[0].candidate) for bound, ranked in lists.items())
     within = frozenset((*measured, *(candidate.provider for _, candidate in plan.buckets)))
-    return Planning(
-        plan=plan, lists=lists, candidates=tuple(lines), copied_bytes=copied_bytes(within, spec), within=within
-    )
+    return Planning(plan=plan, lists=lists, candidates=lines, copied_bytes=copied_bytes(within, spec), within=within)
 
 
 def _copies(needed: int, allowed: int) -> Verdict:

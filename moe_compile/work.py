@@ -101,7 +101,6 @@ Step = Tiled | Streamed | Library | Sorted | Passed
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The steps of a tactic. copied_bytes: weights that it keeps in a layout of its own, beside the model's."""
+    """The steps of a tactic."""
 
     steps: tuple[Step, ...]
-    copied_bytes: int = 0

@@ -160,7 +160,7 @@ class FlashInfer(Provider):
             )
         )  # fmt: skip
         rest = Passed(name="rest", kernels=5, route_bytes=2 * size * spec.H, token_bytes=2 * size * spec.H)
-        return Work(steps=(*linears, rest), copied_bytes=sum(self.copies(spec).values()))
+        return Work(steps=(*linears, rest))
 
     # Run
 

@@ -9,7 +9,7 @@ from moe_compile.activation import Activation
 from moe_compile.hardware import named
 from moe_compile.options import OptionError
 from moe_compile.plan import TOKEN_BUCKETS, plan_experts, plan_route, shortlist
-from moe_compile.providers import Candidate, Plan, providers
+from moe_compile.providers import Plan, providers
 from moe_compile.spec import ExpertsSpec, RouterSpec
 
 pytest.importorskip("triton")
@@ -65,21 +65,14 @@ def test_knobs_that_cannot_be_are_the_users_error(wish, says):
 
 
 def test_weights_are_copied_only_within_the_budget(monkeypatch):
-    grouped = providers()["triton_grouped"]
-    tactics = grouped.tactics
-
-    def copying(spec, device, T):
-        (tactic, work), *rest = tactics(spec, device, T)
-        return [(tactic, cost.Work(steps=work.steps[1:], copied_bytes=1000)), *rest]
-
-    monkeypatch.setattr(grouped, "tactics", copying)
+    monkeypatch.setattr(providers()["triton_grouped"], "copies", lambda spec: {"its own layout": 1000})
     monkeypatch.setitem(plan.COMPETE, "cuda", ("triton_decode", "triton_grouped"))
-    first = Candidate(provider="triton_grouped", tactic=copying(spec_of(), H200, 4096)[0][0])
     kept = plan_experts(spec_of(), H200)
-    assert first not in [p.candidate for p in kept.lists[4096]]
-    assert any(str(first) in line and plan.COPIES in line for line in kept.candidates)
+    assert {p.candidate.provider for ranked in kept.lists.values() for p in ranked if p.work} == {"triton_decode"}
+    assert f"triton_grouped: {plan.COPIES}: 1000 bytes, allowed are 0" in kept.candidates
     allowed = plan_experts(spec_of(), H200, weight_copy_bytes=1000)
-    assert allowed.plan.at(4096) == first
+    assert allowed.plan.at(4096).provider == "triton_grouped"
+    assert allowed.copied_bytes == 1000
 
 
 def test_launches_are_priced_by_who_makes_them():

@@ -131,6 +131,12 @@ def test_variants(provider, tactic, changes):
     check(provider, tactic, spec, draw(spec, 7, seed=3))
 
 
+@pytest.mark.parametrize(("provider", "tactic"), RUNS[:: len(GROUPED)], ids=run_ids[:: len(GROUPED)])
+def test_a_thousand_experts_and_32_choices(provider, tactic):
+    spec = spec_of(E=1024, K=32, H=16, I=16)
+    check(provider, tactic, spec, draw(spec, 3))
+
+
 @pytest.mark.parametrize(("provider", "tactic"), RUNS, ids=run_ids)
 @pytest.mark.parametrize("T", [0, 1])
 def test_no_token_and_one_token(provider, tactic, T):

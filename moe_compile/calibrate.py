@@ -223,7 +223,8 @@ launches it is at least the host's time for them. Rows use rows above them. Time
 * `active` = sum over e of 1 - (1 - p_e)^T; `tiles` = sum over e of E[ceil(n_e / M)], n_e binomial in T and p_e.
 * Soft maxima, (a^n + b^n)^(1/n), join what overlaps: memory with the processors; within a pass over K columns the
   tensor units, the intake from L2, the latency that stages hide, and a program's own sequence.
-* Crossovers are solved on these formulas: `moe-compile explain --thiek 1,2048,768,128,8 --arch H200 --crossovers`.
+* Crossovers are solved on these formulas: `moe-compile explain --thiek 1,2048,768,128,8 --arch H200 --crossovers`;
+  `--formulas` instead prints them with their numbers put in.
 """
 
 

@@ -96,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--crossovers", action="store_true", help="the token counts from which another kernel is cheaper, and why"
     )
+    explain.add_argument("--formulas", action="store_true", help="with --thiek: how the best price is computed")
     bench = command(
         "bench",
         _bench,
@@ -165,10 +166,12 @@ def _explain(arguments: argparse.Namespace) -> int:
         from .outlook import outlook, thiek
 
         tokens, spec = thiek(arguments.thiek)
-        if arguments.crossovers:
-            from .crossovers import crossovers
+        if arguments.crossovers or arguments.formulas:
+            from .crossovers import crossovers, formulas
 
-            _show(arguments, crossovers([spec], arguments.arch or "sm_90"))
+            where = arguments.arch or "sm_90"
+            found = crossovers([spec], where) if arguments.crossovers else formulas(spec, tokens, where)
+            _show(arguments, "\n".join(found) if isinstance(found, list) and not arguments.json else found)
         else:
             _show(arguments, outlook(spec, tokens, arguments.arch or "sm_90"))
         return 0

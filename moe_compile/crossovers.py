@@ -116,6 +116,14 @@ def path(spec: ExpertsSpec, device: Device, *, mode: str = "graph", most: int = 
     return Path(spec=str(spec), first=str(first), changes=tuple(found))
 
 
+def formulas(spec: ExpertsSpec, T: int, where: str) -> list[str]:
+    """The cost model's formulas with their numbers put in, for what is cheapest at T on the device of that name."""
+    device, load = named(where), cost.Load.uniform(spec.E, spec.K)
+    priced = {c: cost.estimate(work, device, load, T) for c, work in _offered(spec, device).items()}
+    best = min(priced, key=lambda c: priced[c].seconds)
+    return [f"{best}: {1e6 * priced[best].seconds:.1f} us for {T} tokens on {device}", *priced[best].lines()]
+
+
 def _offered(spec: ExpertsSpec, device: Device) -> Mapping[Candidate, Work]:
     """Every candidate that competes for some bucket."""
     competing = {n: providers()[n] for n in COMPETE.get(device.type, ())}

@@ -268,3 +268,12 @@ def test_the_command_line_fits_and_tries_and_writes_only_when_told(capsys, tmp_p
     written = json.loads(calibrate.CALIBRATION.read_text())["devices"]
     assert written["H200"]["constants"] == row["constants"]
     assert written["A100"] == {"arch": "sm_80"}
+
+
+def test_the_command_line_shows_how_a_price_is_computed(capsys):
+    assert main(["explain", "--thiek", "64,2048,768,128,8", "--arch", "H200", "--formulas"]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"triton_\w+\(.*\): \d+\.\d us for 64 tokens on H200 .*", first)
+    assert any(
+        line.startswith("  flop = 2 * R * columns * matrices * depth = 2 * 512 * 768 * 2 * 2048 =") for line in lines
+    )

@@ -1,5 +1,5 @@
-"""Recognition: an FX graph in, proved regions and reasons out. See walk.py for the one pass that does it."""
+"""Recognition: an FX graph in, proved regions and reasons out. See regions.py, and walk.py for its one pass."""
 
-from .walk import Found, Recognition, Rejection, recognize
+from .regions import Found, Recognition, Rejection, recognize
 
 __all__ = ["Found", "Recognition", "Rejection", "recognize"]

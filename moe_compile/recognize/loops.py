@@ -32,7 +32,7 @@ def ended(walk: Walk, node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, Val]
         return
     call = walk.writes.calls.get(node)
     for n in node.all_input_nodes:
-        value = walk.known(n)
+        value = walk.held(n)
         if isinstance(value, Val) and accumulated(value) and not _goes_on(walk, call, n):
             position = walk.writes.position
             writers = [w for w in walk.writes.to.get(storage(n), ()) if position[w] < position[node]]

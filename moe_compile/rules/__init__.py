@@ -7,9 +7,9 @@ leaf is simply the best description. Adding a spelling means adding a rule, and 
 
 from __future__ import annotations
 
-from .registry import CUTS, RULES, Context, Result, Value, rule
+from .registry import CASTS, CUTS, MOVES, RULES, Context, Result, Value, rule
 
-__all__ = ["CUTS", "RULES", "Context", "Result", "Value", "load", "rule"]
+__all__ = ["CASTS", "CUTS", "MOVES", "RULES", "Context", "Result", "Value", "load", "rule"]
 
 
 def load() -> dict[str, object]:

@@ -11,7 +11,7 @@ from .counts import counts_of
 from .registry import Context, Result, cut_here, dim, dims, rule, val
 
 
-@rule("sum", "mean")
+@rule("sum", "mean", cuts=True)
 def _sum(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     if cut_here(c, v):

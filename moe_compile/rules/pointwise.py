@@ -14,7 +14,7 @@ from ..canonical import Call
 from ..verdict import Unproved
 from .counts import WIDE
 from .masks import expert_test, picked
-from .registry import Context, Result, cut_here, is_zero, rule, val
+from .registry import CASTS, Context, Result, cut_here, is_zero, rule, val
 
 # canonical op -> its tensor-or-number arguments; whatever else a call says must stand in _EXTRA
 _TWO = "add sub mul div floordiv remainder minimum maximum eq ne lt le gt ge bitwise_and bitwise_or"
@@ -204,7 +204,7 @@ def _make(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dty
     return terms.make("pw", tuple(o for o in operands if o is not None), attr=name, dtype=dtype)
 
 
-@rule("to", "type", "type_as", "convert")
+@rule(*CASTS)
 def _cast(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     new = c.dtype

@@ -56,12 +56,15 @@ class Context(Protocol):
 Rule = Callable[[Any, Call], Result]
 RULES: dict[str, Rule] = {}
 CUTS: set[str] = set()
+CASTS = {"to", "type", "type_as", "convert"}
+MOVES = set(CASTS)
 
 
-def rule(*ops: str, cuts: bool = False) -> Callable[[Rule], Rule]:
+def rule(*ops: str, cuts: bool = False, moves: bool = False) -> Callable[[Rule], Rule]:
     """Registers a function as the rule of canonical operations.
 
     cuts: floats that these make of tensors without a description are leaves of their own, so that the rule needn't run.
+    moves: of elements that no route touches, these make a view, a copy or a cast: the rule waits until somebody asks.
     """
 
     def register(f: Rule) -> Rule:
@@ -70,6 +73,8 @@ def rule(*ops: str, cuts: bool = False) -> Callable[[Rule], Rule]:
             RULES[op] = f
             if cuts:
                 CUTS.add(op)
+            if moves:
+                MOVES.add(op)
         return f
 
     return register

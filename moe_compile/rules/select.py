@@ -16,7 +16,7 @@ from .masks import taken_where
 from .registry import Context, Result, dim, number, parameter, rule, val
 
 
-@rule("getitem")
+@rule("getitem", moves=True)
 def _getitem(c: Context, call: Call) -> Result:
     source = c.value(call.get("input"))
     if isinstance(source, tuple):
@@ -38,7 +38,7 @@ def _index(c: Context, call: Call) -> Result:
     return index_tensor(c, v, tuple(slice(None) if i is None else i for i in call.args["indices"]))
 
 
-@rule("slice", "select", "narrow")
+@rule("slice", "select", "narrow", moves=True)
 def _slice(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     d = dim(c, call.get("dim"), len(v.dims), 0)

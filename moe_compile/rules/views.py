@@ -11,7 +11,7 @@ from ..verdict import Unproved
 from .registry import Context, Result, dim, dims, number, parameter, rule, static_int, val
 
 
-@rule("reshape", "flatten", "unflatten")
+@rule("reshape", "flatten", "unflatten", moves=True)
 def _reshape(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     if c.dtype != v.dtype:
@@ -21,7 +21,7 @@ def _reshape(c: Context, call: Call) -> Result:
     return out if not c.cut or not parameter(v) or parameter(out) else None
 
 
-@rule("squeeze", "unsqueeze", "t", "transpose", "permute")
+@rule("squeeze", "unsqueeze", "t", "transpose", "permute", moves=True)
 def _permute(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     rank = len(v.dims)
@@ -44,7 +44,7 @@ def _permute(c: Context, call: Call) -> Result:
     return Val(moved, v.term, v.dtype)
 
 
-@rule("getattr")
+@rule("getattr", moves=True)
 def _getattr(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     if call.get("name") not in ("T", "mT") or (len(v.dims) != 2 and call.get("name") == "T"):
@@ -52,7 +52,7 @@ def _getattr(c: Context, call: Call) -> Result:
     return Val((*v.dims[:-2], v.dims[-1], v.dims[-2]), v.term, v.dtype)
 
 
-@rule("expand", "expand_as")
+@rule("expand", "expand_as", moves=True)
 def _expand(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     sizes: tuple[Size, ...] = c.sizes
@@ -60,7 +60,7 @@ def _expand(c: Context, call: Call) -> Result:
     return Val(tuple(d if d or n == 1 else (Axis(n),) for d, n in zip(old, sizes)), v.term, v.dtype)
 
 
-@rule("repeat")
+@rule("repeat", moves=True)
 def _repeat(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     times = [number(c, n) for n in call.args["sizes"]]
@@ -76,7 +76,7 @@ def _repeat_interleave(c: Context, call: Call) -> Result:
     return Val((*v.dims[:d], repeated, *v.dims[d + 1 :]), v.term, v.dtype)
 
 
-@rule("identity")
+@rule("identity", moves=True)
 def _identity(c: Context, call: Call) -> Result:
     return c.value(call.get("input"))
 
@@ -97,7 +97,7 @@ def _detach(c: Context, call: Call) -> Result:
     return None if c.cut else Val(v.dims, c.terms.make("pw", (v.term,), attr="detach", dtype=v.dtype), v.dtype)
 
 
-@rule("chunk", "split", "unbind")
+@rule("chunk", "split", "unbind", moves=True)
 def _split(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     d = dim(c, call.get("dim"), len(v.dims), 0)

@@ -7,7 +7,9 @@ are ints, or sympy expressions where a dimension is symbolic; a question that ca
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 Size = Any  # int, or a sympy expression where the dimension is symbolic
@@ -28,7 +30,15 @@ def times(*sizes: Size) -> Size:
     """The product of sizes."""
     total: Size = 1
     for s in sizes:
-        total = total * s
+        if type(s) is not int:
+            return _product(sizes)
+        total *= s
+    return total
+
+
+@lru_cache(4096)
+def _product(sizes: tuple[Size, ...]) -> Size:
+    total = math.prod(sizes)
     return total if type(total) is int else as_size(total)
 
 
@@ -36,6 +46,11 @@ def divide(a: Size, b: Size) -> Size | None:
     """a / b where that is exactly an integer (or a polynomial with no denominator), else None."""
     if type(a) is int and type(b) is int:
         return a // b if b and a % b == 0 else None
+    return _quotient(a, b)
+
+
+@lru_cache(4096)
+def _quotient(a: Size, b: Size) -> Size | None:
     if b == 1:
         return a
     if a == b:

@@ -171,18 +171,23 @@ class Terms:
         return out
 
     def substitute_affine(self, a: Affine, mapping: Mapping[Axis, Affine]) -> Affine:
-        out: Affine | None = None
-        for n, (b, c) in enumerate(a.items):
+        const, items, changed = a.const, dict[Any, Size](), False
+        for b, c in a.items:
             new = None
             if isinstance(b, Axis):
                 new = mapping.get(b)
             elif not b.free.isdisjoint(mapping):
                 new = self.value(self.substitute(b, mapping))
-            if new is not None and out is None:
-                out = Affine(a.const, a.items[:n])
-            if out is not None:
-                out = out + (new.scaled(c) if new is not None else Affine(0, ((b, c),)))
-        return a if out is None else out
+            if new is None:
+                items[b] = items.get(b, 0) + c
+                continue
+            if a.single is b:
+                return new
+            changed, new = True, new.scaled(c)
+            const = const + new.const
+            for base, k in new.items:
+                items[base] = items.get(base, 0) + k
+        return Affine.of(const, items) if changed else a
 
     def rewrite(self, t: Term, rule: Callable[[Term], Term | None]) -> Term:
         """`t` with every subterm, those inside indices included, replaced bottom-up where `rule` gives another."""

@@ -13,16 +13,21 @@ class Versions:
 
     def __init__(self) -> None:
         self._writes: dict[int | None, int] = {}
+        self._memory: dict[torch.fx.Node, int] = {}
 
     def of(self, node: torch.fx.Node) -> int:
         """Writes so far to the memory of `node`; of several results, to that of any."""
         if not self._writes:
             return 0
+        key = self._memory.get(node)
+        if key is not None:
+            return self._writes.get(key, 0)
         value = fake(node)
         if isinstance(value, (tuple, list)):
             memories = {memory(v) for v in value if isinstance(v, torch.Tensor)}
             return sum(self._writes[m] for m in memories if m in self._writes)
-        return self._writes.get(storage(node), 0)
+        key = self._memory[node] = storage(node)
+        return self._writes.get(key, 0)
 
     def write(self, node: torch.fx.Node) -> None:
         key = storage(node)

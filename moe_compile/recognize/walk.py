@@ -99,9 +99,10 @@ class Walk:
         self.gradients.computed(node, call)
         self.node = node
         self.lowest.visit(node, call)
-        if self._waits(node, call):
+        untouched = self.cut and not self._touched(node)
+        if untouched and self._waits(node, call):
             return None
-        result = self._apply(node, call)
+        result = self._apply(node, call, untouched)
         if call is not None and call.mutates:
             target = call.args[call.mutates]
             if not isinstance(target, torch.fx.Node):
@@ -128,8 +129,8 @@ class Walk:
         return result
 
     def _waits(self, node: torch.fx.Node, call: Call | None) -> bool:
-        """Whether a value need not be worked out before somebody asks: elements moved that no route touches."""
-        if call is None or call.op not in rules.MOVES or call.mutates or not self.cut or self._touched(node):
+        """Whether a value that no route touches need not be worked out before somebody asks: elements only moved."""
+        if call is None or call.op not in rules.MOVES or call.mutates:
             return False
         if sum(isinstance(fake(n), torch.Tensor) for n in node.all_input_nodes) > 1:  # indexed by a tensor
             return False
@@ -140,15 +141,19 @@ class Walk:
 
     def _touched(self, node: torch.fx.Node) -> bool:
         """Whether a rule described any of the node's arguments."""
-        return any(not (v is None or isinstance(v, Made)) for v in map(self.held, node.all_input_nodes))
+        for n in node.all_input_nodes:
+            held = self.held(n)
+            if held is not None and not isinstance(held, Made):
+                return True
+        return False
 
-    def _apply(self, node: torch.fx.Node, call: Call | None) -> Any:
+    def _apply(self, node: torch.fx.Node, call: Call | None, untouched: bool) -> Any:
         if call is None:
             return Reject("no rule knows this operation", spelling(node))
         transfer: Any = self._table.get(call.op)
         if transfer is None:
             return Reject("no rule knows this operation", call.op)
-        if self.cut and call.op in rules.CUTS and _floats(node) and not self._touched(node):
+        if untouched and call.op in rules.CUTS and _floats(node):
             return None
         target = call.args.get(call.mutates) if call.mutates else None
         if isinstance(target, torch.fx.Node) and isinstance(fake(target), torch.Tensor):

@@ -180,7 +180,8 @@ def row(spec: ExpertsSpec, T: int, found: list[str], kinds: dict[str, Workload],
         except tune.faults() as error:
             say("left out", c, type(error).__name__, str(error)[:200])
     # as tuning does: what is far behind in a single call on every kind of tokens is not timed any further
-    limits = {kind: tune.HOPELESS * min(s.values()) for kind, s in single.items()}
+    best = {kind: min(s.values()) for kind, s in single.items()}
+    limits = {kind: max(tune.HOPELESS * s, s + tune.LAUNCHES_SECONDS) for kind, s in best.items()}
     able = [c for c in found if all(c in s for s in single.values())]
     working = [c for c in able if any(s[c] <= limits[kind] for kind, s in single.items())]
     times = {kind: clock({c: calls(spec, w, T, c) for c in working}, 7) for kind, w in kinds.items()}

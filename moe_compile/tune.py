@@ -35,7 +35,8 @@ from .spec import ExpertsSpec
 __all__ = ["Tuned", "compile_ahead", "experts_call", "faults", "key_of", "remembered", "tune", "tuned_of"]
 
 CHECKED_ROWS = 1024  # of a batch, compared with the reference: each of E experts is a loop there
-HOPELESS = 2.5  # times the fastest single call, in which host time makes small differences smaller
+HOPELESS = 2.5  # times the fastest single call, and by more than launches on the host can differ:
+LAUNCHES_SECONDS = 5e-4  # a call of a few launches more takes under 0.1 ms longer (H200, 2026-11-30)
 RIGHT = 2  # so many of the fastest must be right: ranks that choose together may take the second
 FEW, MANY = 5, 11  # rounds of the first and of the second stage
 _HOPELESS, _WRONG = "hopeless", "wrong"  # how a trial's `why` begins
@@ -229,7 +230,7 @@ class _Bucket:
         """A candidate of several times the best one's single call costs more to time than all the others together."""
         best = min(seconds.values(), default=0.0)
         for candidate, once in seconds.items():
-            if once > HOPELESS * best:
+            if once > max(HOPELESS * best, best + LAUNCHES_SECONDS):
                 self._note(
                     candidate, us=1e6 * once, why=f"{_HOPELESS}: {once / best:.1f} times the best, in a single call"
                 )

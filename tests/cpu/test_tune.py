@@ -170,6 +170,14 @@ def test_a_candidate_far_behind_in_a_single_call_is_not_timed(tmp_path: Path) ->
     assert tuned.trials[2].why == "hopeless: 3.0 times the best, in a single call" and tuned.trials[2].us == 3e6
 
 
+def test_the_host_time_of_launches_drops_nobody(tmp_path: Path) -> None:
+    """In a single call a kernel of 20 us is behind its launches; in a CUDA graph it may be the fastest."""
+    clock = Clock(other=0.5)
+    clock.single = {str(HIT): 3e-5, str(BLOCKS): 4e-5, "other": 1.2e-4}
+    (tuned,) = run(Cache(tmp_path), clock, HIT, BLOCKS, *named("other"))
+    assert str(tuned.chosen) == "other" and all(t.why == "" for t in tuned.trials)
+
+
 def test_what_is_far_behind_a_wrong_candidate_gets_its_chance(tmp_path: Path) -> None:
     clock = Clock(wrong=0.1, other=0.9)
     clock.single = {"wrong": 0.01}

@@ -13,7 +13,7 @@ from ..algebra.terms import Term
 from ..canonical import Call
 from ..verdict import Unproved
 from .masks import indicator
-from .registry import Context, Result, integer, is_zero, number, ordinary, rule, val
+from .registry import Context, Result, integer, is_zero, number, ordinary, rule, static_int, val
 
 
 def key_of(c: Context, v: Val) -> Term:
@@ -46,10 +46,17 @@ def _histc(c: Context, call: Call) -> Result:
 
 @rule("bincount")
 def _bincount(c: Context, call: Call) -> Result:
+    """Its length is minlength, or more where an id is larger; a reader that can't do with another length (a grouped
+    product) makes the graph say a number. It is minlength for certain where the ids are a top-k's over at most so many.
+    """
     v = val(c, call.get("input"))
-    size = c.sizes[0]
+    (size,), least = c.sizes, static_int(c, call.get("minlength"), 0)
+    bound = c.ranges.get(v.term.attr) if v.term.op == "leaf" else None
     if call.get("weights") is not None or type(size) is not int:
         raise Unproved("a bincount of unknown length or with weights")
+    if bound is None or bound > least or size != least:
+        known = "an unknown bound" if bound is None else bound
+        raise Unproved("a bincount whose length depends on the ids", f"minlength={least}, ids below {known}")
     dims, index = new_axes((size,))
     return Val(dims, c.terms.make("count", index=index, attr=key_of(c, v), dtype="int"), c.dtype)
 

@@ -138,12 +138,12 @@ def in_order(
     w, ids = route(x, router)
     flat = ids.reshape(-1)
     ordered, perm = torch.sort(flat, stable=True)
-    ends = offsets(flat, ordered)
+    ends, product = offsets(flat, ordered), other.get("product", grouped)
     rows = x[perm // K]
     if "inside" in other:
         rows = rows * w.reshape(-1)[perm].unsqueeze(-1)
-    g, u = grouped(rows, gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
-    y = grouped(F.silu(g) * u, down.transpose(1, 2), ends)
+    g, u = product(rows, gate_up.transpose(1, 2), ends).chunk(2, dim=-1)
+    y = product(F.silu(g) * u, down.transpose(1, 2), ends)
     if "inside" not in other:
         y = y * w.reshape(-1)[perm].unsqueeze(-1)
     return torch.zeros_like(x).scatter_add(0, (perm // K).reshape(-1, 1).expand(-1, H), y)
@@ -201,6 +201,33 @@ def starts_instead_of_ends(x, router, gate_up, down, scale, bias):
 def searched_in_unsorted_ids(x, router, gate_up, down, scale, bias):
     ends = lambda flat, ordered: torch.searchsorted(flat, torch.arange(E), right=True).to(torch.int32)
     return in_order(x, router, gate_up, down, ends)
+
+
+def narrow() -> list[Tensor]:
+    """As torch's own grouped product takes them on a CPU; it also says how many offsets there are."""
+    return [t.bfloat16() for t in stacked()]
+
+
+LENGTH = "a bincount whose length depends on the ids"
+
+
+@miss(narrow, LENGTH)
+def a_bincount_that_ends_at_the_largest_id(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.bincount(flat, minlength=E - 1).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends, product=torch._grouped_mm)
+
+
+@miss(narrow, LENGTH)
+def a_bincount_of_ids_without_a_bound(x, router, gate_up, down, scale, bias):
+    ends = lambda flat, ordered: torch.bincount(flat + 1, minlength=E).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends, product=torch._grouped_mm)
+
+
+@miss(narrow, "rows are sorted by other ids than the offsets count")
+def a_bincount_of_another_top_k(x, router, gate_up, down, scale, bias):
+    other = torch.topk(F.linear(x, -router), K)[1].reshape(-1)
+    ends = lambda flat, ordered: torch.bincount(other, minlength=E).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends, product=torch._grouped_mm)
 
 
 @miss(stacked, OFFSETS)
@@ -276,6 +303,23 @@ def test_a_spelling_is_proved_and_equal_to_eager(name: str, dynamic: bool) -> No
 @pytest.mark.parametrize("name", list(TABLE.misses))
 def test_a_near_miss_is_refused_for_its_reason(name: str) -> None:
     TABLE.check_miss(name)
+
+
+@pytest.mark.parametrize("dynamic", [(), (0,)], ids=["static", "dynamic"])
+def test_a_bincount_of_a_top_k_is_what_a_histogram_counts(dynamic: tuple[int, ...]) -> None:
+    """Where each id is below minlength: the same operator, and so the same numbers."""
+
+    def counted(count: Callable[[Tensor], Tensor]) -> Any:
+        ends = lambda flat, ordered: count(flat).cumsum(0).to(torch.int32)
+        program = lambda x, router, gate_up, down: in_order(x, router, gate_up, down, ends, product=torch._grouped_mm)
+        graph = graphs.trace(program, narrow()[:4], dynamic)
+        (region,) = recognize(graph).regions
+        return region.spec, graphs.replaced(graph)(*narrow()[:4])
+
+    spec, got = counted(lambda flat: torch.bincount(flat, minlength=E))
+    same, want = counted(lambda flat: torch.histc(flat.float(), bins=E, min=0, max=E - 1))
+    assert spec == same
+    assert torch.equal(got, want)
 
 
 def test_the_router_of_weights_that_the_block_computes() -> None:

@@ -28,7 +28,7 @@ from .hardware import facts
 from .operands import ExpertWeights, Listed
 from .peers import PEERS
 from .plan import plan_experts, shortlist
-from .providers import launcher, providers
+from .providers import Unserved, launcher, providers
 from .spec import ExpertsSpec, Layout, torch_dtype
 from .verdict import Reject
 
@@ -48,7 +48,16 @@ GEOMETRIES: dict[str, ExpertsSpec] = {
     "tiny": ExpertsSpec(E=16, K=4, H=128, I=64, act=SWIGLU, x="f32", out="f32"),
 }  # fmt: skip
 TOKENS = tuple(1 << i for i in range(14))
-_FAILURES = (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError, ImportError, AttributeError)
+_FAILURES = (
+    Unserved,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AssertionError,
+    NotImplementedError,
+    ImportError,
+    AttributeError,
+)
 Call = Callable[[], Any]
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights], torch.Tensor]
 
@@ -123,7 +132,8 @@ def contenders(spec: ExpertsSpec, T: int, device: torch.device, *, tactics: int,
             continue
         for priced in shortlist(spec, here, T, (name,))[: tactics or 1]:
             candidate = priced.candidate
-            found[str(candidate) if tactics else column] = partial(launcher, candidate, spec, device)
+            # built here, not by `launcher`, which lets aten serve what the provider can't
+            found[str(candidate) if tactics else column] = partial(p.build, candidate.tactic, spec, device)
     if peers:
         found |= {name: partial(peer, spec, device) for name, peer in PEERS.items()}
     return found
@@ -171,6 +181,11 @@ def _cell(
         else:
             failed[name] = str(why)
     if device.type == "cuda":
+        for name in list(calls):  # what can't be captured costs no other its time
+            alone = _attempt(partial(compare_graphs, {name: calls[name]}, rounds=2, sample_seconds=0.0))
+            if isinstance(alone, Reject):
+                failed[name] = str(alone)
+                del calls[name]
         times = compare_graphs(calls, rounds=rounds)
     elif calls:
         times = compare({name: partial(_all, each) for name, each in calls.items()}, rounds=rounds)

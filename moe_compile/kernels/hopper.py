@@ -111,9 +111,9 @@ def _fetch_partition(
 
 
 @gluon.jit
-def _store(value, out_ptr, plan_ptr, bound, first, end, n0, N: gl.constexpr, OUT: gl.constexpr, FIRST: gl.constexpr,
-           WARPS: gl.constexpr):  # fmt: skip
-    """Rows first.. of `value`, columns n0..: at their positions (FIRST), or at their routes."""
+def _store(value, out_ptr, plan_ptr, bound, first, end, n0, N: gl.constexpr, OUT: gl.constexpr, WHOLE: gl.constexpr,
+           FIRST: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
+    """Rows first.. of `value`, columns n0..: at their positions (FIRST), or routes. WHOLE: all are below OUT."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), layout)
     p = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
@@ -122,7 +122,7 @@ def _store(value, out_ptr, plan_ptr, bound, first, end, n0, N: gl.constexpr, OUT
     if not FIRST:
         row = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
     ptrs = gl.expand_dims(out_ptr + row.to(gl.int64) * OUT, 1) + gl.expand_dims(n, 0)
-    if OUT % N == 0:
+    if WHOLE:
         gl.store(ptrs, value, mask=gl.expand_dims(p < end, 1))
     else:
         gl.store(ptrs, value, mask=gl.expand_dims(p < end, 1) & gl.expand_dims(n < OUT, 0))
@@ -186,12 +186,13 @@ def _multiply_tile(
         value = ACT(one, two)
     else:
         value = ACT(two, one)
+    WHOLE: gl.constexpr = OUT % N == 0
     if N == 256:  # in two parts: less shared memory to pass them through
         left, right = gl.split(gl.permute(gl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
-        _store(left, out_ptr, plan_ptr, bound, first, end, n0, N // 2, OUT, FIRST, WARPS)
-        _store(right, out_ptr, plan_ptr, bound, first, end, n0 + N // 2, N // 2, OUT, FIRST, WARPS)
+        _store(left, out_ptr, plan_ptr, bound, first, end, n0, N // 2, OUT, WHOLE, FIRST, WARPS)
+        _store(right, out_ptr, plan_ptr, bound, first, end, n0 + N // 2, N // 2, OUT, WHOLE, FIRST, WARPS)
     else:
-        _store(value, out_ptr, plan_ptr, bound, first, end, n0, N, OUT, FIRST, WARPS)
+        _store(value, out_ptr, plan_ptr, bound, first, end, n0, N, OUT, WHOLE, FIRST, WARPS)
     return count
 
 

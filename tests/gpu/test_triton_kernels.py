@@ -202,7 +202,7 @@ def test_many_rows_an_expert(layout, weight):
 
 
 @needs_hopper
-@pytest.mark.parametrize("H", [256, 264])
+@pytest.mark.parametrize("H", [256, 264, 384])  # 384: a tile of 256 columns ends in the middle
 def test_many_rows_of_poison_and_of_odd_strides(H):
     spec, hopper = spec_of(H=H, I=136, bias="both"), PROVIDERS[2]
     x, ids, weights, p = draw(spec, 900)

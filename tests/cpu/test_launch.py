@@ -1,0 +1,37 @@
+"""Launches: while kernels are only compiled none runs, not even one that is compiled already: what it reads, a
+schedule say, may come from a kernel that has not run."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from moe_compile.kernels.launch import Bound, compiling
+
+
+class Kernel:
+    """Stands in for a triton kernel: notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def warmup(self, *arguments: Any, **options: Any) -> None:
+        self.asked.append("compile")
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **options: self.asked.append("run")
+
+
+def test_nothing_runs_while_kernels_are_compiled() -> None:
+    kernel = Kernel()
+    bound = Bound(kernel, (), torch.device("cpu"))
+    bound.compiled[(7,)] = (lambda *arguments: pytest.fail("a kernel ran"), None, None)
+    with ThreadPoolExecutor(1) as pool, compiling(pool):
+        bound((1, 1), (7,))
+        bound((1, 1), (8,))
+    assert kernel.asked == ["compile"]
+    bound((1, 1), (8,))
+    assert kernel.asked == ["compile", "run"]

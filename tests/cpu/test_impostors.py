@@ -448,6 +448,24 @@ def a_norm_by_the_sum(s: S) -> Any:
     return (s.routes / (s.routes * s.routes).sum(-1, keepdim=True).sqrt()).sum(dim=1)
 
 
+DROPOUT = "dropout inside of a block"
+
+
+@impostor(GROUPED, "rows", DROPOUT)
+def dropout_of_the_rows_of_each_expert(s: S) -> Any:
+    return F.dropout(s.x[s.perm // K], 0.5, training=True)
+
+
+@impostor(GATHERED, "act", DROPOUT)
+def dropout_between_the_linears(s: S) -> Any:
+    return F.dropout(GATHERED["act"](s), 0.5, training=True)
+
+
+@impostor(GROUPED, "second", DROPOUT)
+def dropout_of_each_experts_output(s: S) -> Any:
+    return F.dropout(GROUPED["second"](s), 0.5, training=True)
+
+
 @impostor(GATHERED, "weighed", "the experts' output is not a linear")
 def an_activation_after_the_second_linear(s: S) -> Any:
     return F.silu(s.second) * s.weights.reshape(-1, 1)

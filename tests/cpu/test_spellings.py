@@ -291,6 +291,57 @@ def a_slice_of_an_edited_tensor(x, router, gate_up, down, scale, bias):
     return out
 
 
+# --- choices that are no experts, and what does nothing ---------------------------------------------------------------
+
+
+def with_identities() -> list[Tensor]:
+    """x, the router of two choices more than there are experts, gate_up, down."""
+    x, _, gate_up, down, *_ = stacked()
+    return [x, torch.linspace(-1, 1, (E + 2) * H).sin().reshape(E + 2, H), gate_up, down]
+
+
+def some_chosen(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """(the experts' part, [T, K] the weights of choices that are no experts)"""
+    w, ids = route(x, router)
+    none = ids >= E
+    flat, share = ids.masked_fill(none, 0).reshape(-1), w.masked_fill(none, 0.0).reshape(-1, 1)
+    g, u = torch.bmm(gate_up[flat], x.repeat_interleave(K, dim=0).unsqueeze(-1)).squeeze(-1).chunk(2, dim=-1)
+    y = torch.bmm(down[flat], (F.silu(g) * u).unsqueeze(-1)).squeeze(-1)
+    return (y * share).view(-1, K, H).sum(dim=1), w * none
+
+
+@spelling(with_identities, E=E, K=K, weight="output")
+def zero_experts_in_a_block(x, router, gate_up, down):
+    return some_chosen(x, router, gate_up, down)[0]
+
+
+@spelling(with_identities, E=E, K=K, weight="output")
+def identity_experts_in_a_block(x, router, gate_up, down):
+    out, rest = some_chosen(x, router, gate_up, down)
+    return out + x * rest.sum(dim=-1, keepdim=True)
+
+
+@miss(with_identities, "the experts' output is not a linear")
+def identity_experts_in_a_loop(x, router, gate_up, down):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E + 2):
+        y = x
+        if e < E:
+            g, u = F.linear(x, gate_up[e]).chunk(2, dim=-1)
+            y = F.linear(F.silu(g) * u, down[e])
+        out = out + y * (w * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
+@spelling(stacked, weight="output", act="swiglu")
+def dropout_outside_of_training(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    g, u = torch.einsum("th,tkgh->tkg", x, gate_up[ids]).chunk(2, dim=-1)
+    hidden = F.dropout(F.silu(g) * u, 0.5, training=False)
+    return torch.einsum("tk,tkh->th", w, torch.einsum("tki,tkhi->tkh", hidden, down[ids]))
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 

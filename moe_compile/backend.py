@@ -147,7 +147,7 @@ def _transform(
             journal.record(
                 Planned(
                     graph=graph, region=number, candidates=choice.planning.candidates, plan=str(best),
-                    device=str(device), buckets=buckets,
+                    device=str(device), buckets=buckets, load=() if choice.load is None else choice.load.classes,
                 )
             )  # fmt: skip
             if not choice.plan:

@@ -38,6 +38,7 @@ class Region:
     chosen: str = ""
     device: str = ""
     buckets: tuple[journal.Bucket, ...] = ()
+    load: tuple[tuple[int, float], ...] = ()
     router_why: str = ""
     skipped: str = ""
     replaced: bool = False
@@ -109,6 +110,7 @@ class Report:
                     chosen=plan.plan if plan else "",
                     device=plan.device if plan else "",
                     buckets=plan.buckets if plan else (),
+                    load=plan.load if plan else (),
                     router_why=e.router_why,
                     skipped=skipped.get((e.graph, e.region), ""),
                     replaced=e.graph in lowered and (e.graph, e.region) not in skipped,

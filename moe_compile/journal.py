@@ -110,6 +110,8 @@ class Planned(Event):
     """The plan of a region: every candidate considered ("triton_grouped: Reject ..."), and the plan's text.
 
     device: what it was planned for, in words. buckets: what each token bucket was offered, and why it chose.
+    load: how the workload's tokens choose experts, most popular first: (so many experts, the probability that a token
+    chooses each of them); empty where no workload was collected.
     """
 
     logger: ClassVar[str] = "plan"
@@ -118,6 +120,7 @@ class Planned(Event):
     plan: str
     device: str = ""
     buckets: tuple[Bucket, ...] = ()
+    load: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,6 +60,8 @@ def _region(same: list[Region]) -> str:
         body += [_figure(_roofline(first.buckets), _ROOFLINE_CAPTION), _bucket_table(first.buckets)]
     if first.tuned:
         body += [_tuning(first), _figure(_reach(first), _REACH_CAPTION)]
+    if first.load:
+        body.append(_figure(_load(first), _LOAD_CAPTION))
     return f"<section>{''.join(body)}</section>"
 
 
@@ -75,6 +77,10 @@ def _tuning(region: Region) -> str:
     return f"<p>{escape(text)}.</p>"
 
 
+_LOAD_CAPTION = (
+    "How unevenly the workload's tokens load the experts: rows of each expert over the mean, the most popular first. "
+    "1 everywhere would be no skew."
+)
 _REACH_CAPTION = (
     "Experts that so many tokens reach. Dots: the tokens that tuning measured on; line: routes without any skew, "
     "which the prediction assumes where nothing was measured. The fewer, the more rows an expert has."
@@ -173,6 +179,20 @@ def _reach(region: Region) -> str:
     axes.plot([t.at for t in region.tuned], [t.reach for t in region.tuned], "o", color=COLOURS[0], label="measured on")
     axes.set(xscale="log", xlabel="tokens", ylabel="experts", ylim=(0, 1.05 * region.spec.experts.E))
     _label_tokens(axes, tokens)
+    return _svg(figure)
+
+
+def _load(region: Region) -> str:
+    """Rows an expert over the mean, by popularity."""
+    drawing = _axes(width=8.0, height=2.6)
+    if drawing is None:
+        return ""
+    figure, axes = drawing
+    e = region.spec.experts
+    shares = [p * e.E / e.K for experts, p in region.load for _ in range(experts)]
+    axes.fill_between(range(len(shares)), shares, step="mid", color=COLOURS[0], alpha=0.6, linewidth=0)
+    axes.axhline(1, linestyle="--", color=INK, linewidth=1.2)
+    axes.set(xlabel="experts, by popularity", ylabel="rows / mean", xlim=(-0.5, len(shares) - 0.5), ylim=(0, None))
     return _svg(figure)
 
 

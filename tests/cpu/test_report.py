@@ -42,7 +42,13 @@ def events(**changes: str) -> list[journal.Event]:
         journal.GraphSeen(graph=3, nodes=9, text="a = sort(x)\nb = keep(a)"),
         journal.RegionFound(graph=3, region=0, spec=SPEC, where=where, root="sum_1", nodes=9),
         journal.Planned(
-            graph=3, region=0, candidates=("aten: ok",), plan=f"4:{NARROW};*:{WIDE}", device="a GPU", buckets=buckets
+            graph=3,
+            region=0,
+            candidates=("aten: ok",),
+            plan=f"4:{NARROW};*:{WIDE}",
+            device="a GPU",
+            buckets=buckets,
+            load=((2, 0.5), (6, 1 / 6)),
         ),
         *(
             journal.Tuned(
@@ -94,7 +100,7 @@ def tags(page: str) -> list[str]:
 
 def test_the_page_has_it_all() -> None:
     page = html(events())
-    assert tags(page).count("svg") == 2
+    assert tags(page).count("svg") == 3
     assert "2 buckets measured on tokens=varied:1" in page
     assert "the block&#x27;s own nodes take 80.0 µs, the operator 40.0 µs" in page
     for text in ("1 of 1 MoE block replaced", SPEC, "y = f(x)", "a GPU", NARROW, WIDE, "more (at 8192)", "not ids"):

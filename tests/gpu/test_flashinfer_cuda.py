@@ -13,11 +13,13 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_kernels import OAI, OSS, error, exact_rows, tokens_of, torch_path, weights_of
+from gpu_kernels import OAI, OSS, error, tokens_of, torch_path, weights_of
 
 from moe_compile import ops as _registered  # noqa: F401  (the operator)
+from moe_compile import reference
 from moe_compile.activation import Activation
 from moe_compile.hardware import facts
+from moe_compile.operands import ExpertWeights
 from moe_compile.providers import copied_bytes, providers, stored
 from moe_compile.spec import ExpertsSpec, Layout
 
@@ -71,14 +73,17 @@ def test_as_exact_as_torch(act, changes, name, T):
     plan = needs(name, spec, T)
     torch.manual_seed(0)
     weights, tokens = weights_of(spec, "cuda"), tokens_of(spec, T)
-    rows = list(range(min(T, 24)))
-    truth = exact_rows(spec, rows, *tokens, weights)
-    ours = error(run(spec, weights, *tokens, plan)[rows], truth)
+    upcast = [[t.double() for t in several] for several in weights.arguments()[:-1]]
+    truth = reference.experts(
+        reference.exact(spec), tokens[0].double(), tokens[1], tokens[2].double(), ExpertWeights.of(spec, *upcast)
+    )
+    ours = error(run(spec, weights, *tokens, plan), truth)
     if spec.gated and not spec.gate_up.halves.startswith("up_gate"):
-        theirs = error(torch_path(spec, *tokens, weights)[rows], truth)
+        theirs = error(torch_path(spec, *tokens, weights), truth)
     else:
-        theirs = error(run(spec, weights, *tokens, "*:aten")[rows], truth)
-    assert ours[0] <= BOUND * theirs[0] and ours[1] <= BOUND * theirs[1], (ours, theirs)
+        theirs = error(run(spec, weights, *tokens, "*:aten"), truth)
+    assert ours[0] <= BOUND * theirs[0], (ours, theirs)
+    assert ours[1] <= 1.5 * theirs[1], (ours, theirs)  # of one element each: which rounding it met is chance
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -150,6 +155,9 @@ def test_under_inductor_with_cuda_graphs(name):
             x = x + torch.ops.moe_compile.experts(x, ids, w, *arguments, text, plan)
         return x
 
+    for *lists, _ in layers:  # as parameters are: Inductor copies other inputs of a CUDA graph to places of its own
+        for t in (t for several in lists for t in several):
+            torch._dynamo.mark_static_address(t)
     torch._dynamo.reset()
     compiled = torch.compile(functools.partial(forward, plan=plan), mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():

@@ -182,6 +182,32 @@ def test_a_combination_read_under_another_name(view: bool) -> None:
     same_as_eager(module, x)
 
 
+class Waited(GatheredBlock):
+    """A block of a view or copy that was made before its base was written, and that nothing asked for until after."""
+
+    def __init__(self, copy: bool) -> None:
+        super().__init__()
+        self.copy = copy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        base = x * 2
+        waits = (base.clone() if self.copy else base).view(1, -1, H)[0]
+        base.mul_(3)
+        return super().forward(waits)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_a_view_that_waits_while_its_base_is_written(copy: bool) -> None:
+    module, x = Waited(copy), torch.randn(T, H)
+    result = recognized(module)
+    assert len(result.regions) == (0 if copy else 1)
+    assert [r.verdict.reason for r in result.rejections] == (
+        ["a tensor was changed after the block read it"] if copy else []
+    )
+    torch._dynamo.reset()
+    same_as_eager(module, x)
+
+
 class PartlyConstant(GatheredBlock):
     """A block of which one part is computed without gradients."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +19,11 @@ from ..algebra.affine import Affine, Axis, Size, axis_index, flat, times
 from ..algebra.layout import Val, decode, number_of
 from ..algebra.terms import Term, leaves, subterms
 from ..canonical import Writes
-from ..nodes import fake, storage
+from ..nodes import fake
 from ..rules.masks import constant
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
-from .gradients import floats
+from .behind import behind, floats_behind
 from .match import Match
 from .place import Computed
 from .reading import scalar_value, sizes_of, strip
@@ -32,9 +31,6 @@ from .selection import Selection
 
 if TYPE_CHECKING:
     from .walk import Walk
-
-_SLICE_LIMIT = 200
-_OPAQUE = {"linear", "matmul", "einsum", "grouped_mm", "baddbmm", "addmm"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,52 +50,12 @@ def match_router(writes: Writes, walk: Walk, root: torch.fx.Node, block: Match) 
         return Reject("the block has no routing weights")
     made = block.weights.nodes.values() if isinstance(block.weights, Computed) else (block.weights,)
     try:
-        nodes = _slice(writes, root, (block.ids, *made))
-        if not walk.gradients.constants.isdisjoint(_floats_behind(made, set(nodes))):
+        nodes = behind(writes, root, (block.ids, *made))
+        if not walk.gradients.constants.isdisjoint(floats_behind(made, set(nodes))):
             raise Unproved("a part of the router is computed without gradients")
         return _read(walk, nodes, block)
     except Unproved as m:
         return m.verdict
-
-
-def _slice(writes: Writes, root: torch.fx.Node, ends: tuple[torch.fx.Node, ...]) -> list[torch.fx.Node]:
-    """The nodes that make `ends`, back to linears and inputs, with whatever writes their memory, in program order."""
-
-    def writers(memory: int) -> list[torch.fx.Node]:
-        return [w for w in writes.to.get(memory, ()) if writes.position[w] < writes.position[root]]
-
-    chosen: set[torch.fx.Node] = set()
-    memories: set[int] = set()
-    todo = list(ends)
-    while todo:
-        n = todo.pop()
-        if n in chosen:
-            continue
-        call = writes.calls.get(n)
-        memories.add(storage(n))
-        if call is None or call.op in _OPAQUE:
-            continue
-        chosen.add(n)
-        if len(chosen) > _SLICE_LIMIT:
-            raise Unproved("the router is not a short function of logits", f"more than {_SLICE_LIMIT} operations")
-        todo.extend(n.all_input_nodes)
-        todo.extend(w for w in writers(storage(n)) if w not in chosen)
-    late = [w for m in memories for w in writers(m) if w not in chosen]
-    if late:
-        raise Unproved("the router's tensors are written by an operation that no rule knows", late[0].name)
-    return writes.ordered(chosen)
-
-
-def _floats_behind(ends: Iterable[torch.fx.Node], nodes: set[torch.fx.Node]) -> set[torch.fx.Node]:
-    """The nodes of the slice that a gradient of `ends` goes through: the floats that they are computed from."""
-    found: set[torch.fx.Node] = set()
-    todo = list(ends)
-    while todo:
-        n = todo.pop()
-        if n in nodes and n not in found and floats(fake(n)):
-            found.add(n)
-            todo.extend(n.all_input_nodes)
-    return found
 
 
 def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:

@@ -147,10 +147,8 @@ def readable(stored: Stored, spec: ExpertsSpec, weights: ExpertWeights) -> Verdi
 def stored_weights(
     stored: Stored, spec: ExpertsSpec, weights: ExpertWeights, aside: Callable[[Callable[[], Tensor]], Tensor]
 ) -> ExpertWeights:
-    """`weights` in the layout `stored`. aside: runs a function that allocates what outlives the call."""
+    """`weights` in the layout `stored`, detached. aside: runs a function that allocates what outlives the call."""
     copied = stored.copies(spec)
-    if not copied:
-        return weights
     found: dict[str, Tensor] = {}
     for name, shape in copied.items():
         sources = _operands(weights)[name]
@@ -161,11 +159,14 @@ def stored_weights(
             with _LOCK:
                 copy = _make(stored, spec, weights, name, shape, key, versions, sources, aside)
         found[name] = copy.tensor
+    # DLPack, by which libraries take tensors, exports none that requires a gradient.
+    plain = {n: tuple(t.detach() if t.requires_grad else t for t in ts) for n, ts in _operands(weights).items()}
+    plain.update((name, (tensor,)) for name, tensor in found.items())
     return ExpertWeights(
-        gate_up=(found["gate_up"],) if "gate_up" in found else weights.gate_up,
-        down=found.get("down", weights.down),
-        gate_up_bias=(found["gate_up_bias"],) if "gate_up_bias" in found else weights.gate_up_bias,
-        down_bias=found.get("down_bias", weights.down_bias),
+        gate_up=plain["gate_up"],
+        down=plain["down"][0],
+        gate_up_bias=plain["gate_up_bias"],
+        down_bias=next(iter(plain["down_bias"]), None),
     )
 
 

@@ -148,6 +148,7 @@ def _transform(
                 Planned(
                     graph=graph, region=number, candidates=choice.planning.candidates, plan=str(best),
                     device=str(device), buckets=buckets, load=() if choice.load is None else choice.load.classes,
+                    copied_bytes=choice.planning.copied_bytes,
                 )
             )  # fmt: skip
             if not choice.plan:

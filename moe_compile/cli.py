@@ -92,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--arch", metavar="ARCH", help="plan for this device (H200) or architecture (sm_107) instead; --thiek: sm_90"
     )
+    explain.add_argument(
+        "--device", metavar="DEVICE", help="where to run the model: cpu, cuda:1 (default: CUDA, if any)"
+    )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
     explain.add_argument(
         "--crossovers", action="store_true", help="the token counts from which another kernel is cheaper, and why"
@@ -184,7 +187,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     if arguments.arch:
         named(arguments.arch)  # a wrong name should not wait for the model
-    model, inputs = load(arguments.model, arguments.tokens)
+    model, inputs = load(arguments.model, arguments.tokens, arguments.device)
     if model.device.type == "meta" and not arguments.json:
         hint = "" if arguments.arch else "; --arch H200 plans it for a GPU"
         print(f"{arguments.model} has no weights: explained from its configuration{hint}", file=sys.stderr)

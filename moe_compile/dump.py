@@ -8,7 +8,7 @@
                          000_1_repro.py     runs it alone, with random weights, against the reference
                          candidates.csv     every candidate of every token bucket: what was predicted, what was measured
                          journal.jsonl      every event, as it came
-                         report.txt, report.html    the whole, to read; written when the `with` or the process ends
+                         report.md, report.html     the whole, to read; written when the `with` or the process ends
 
 Each process has a folder of its own, and nothing is ever overwritten. A folder that can't be written is one warning,
 never an exception.
@@ -88,7 +88,7 @@ class Dumper:
             self._append("candidates.csv", line.getvalue(), head=_CANDIDATES)
 
     def _reports(self) -> None:
-        self._new("report.txt", str(Report.from_events(self._events)))
+        self._new("report.md", f"# moe_compile\n\n```\n{Report.from_events(self._events)}\n```")
         self._new("report.html", html(self._events))
 
     def _new(self, name: str, text: str) -> None:

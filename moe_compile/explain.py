@@ -39,6 +39,7 @@ class Region:
     device: str = ""
     buckets: tuple[journal.Bucket, ...] = ()
     load: tuple[tuple[int, float], ...] = ()
+    copied_bytes: int = 0
     router_why: str = ""
     skipped: str = ""
     replaced: bool = False
@@ -111,6 +112,7 @@ class Report:
                     device=plan.device if plan else "",
                     buckets=plan.buckets if plan else (),
                     load=plan.load if plan else (),
+                    copied_bytes=plan.copied_bytes if plan else 0,
                     router_why=e.router_why,
                     skipped=skipped.get((e.graph, e.region), ""),
                     replaced=e.graph in lowered and (e.graph, e.region) not in skipped,
@@ -280,6 +282,7 @@ def _region_lines(same: list[Region]) -> list[str]:
     if not first.replaced:
         return [*lines, f"  chosen      not replaced: {first.skipped or 'a later stage failed'}"]
     lines += [f"  {'chosen' if i == 0 else '':10}  {c}" for i, c in enumerate(_plan(first.chosen))]
+    lines.append(f"  weights     {_bytes(first.copied_bytes)}")
     if first.buckets:
         lines.append(f"  predicted   on {first.device}, the limit by its datasheet")
         lines += [f"              {row}" for row in _table(bucket_rows(first.buckets))]
@@ -295,6 +298,12 @@ def _region_lines(same: list[Region]) -> list[str]:
             f"{b.operator_us:.1f} us"
         )
     return lines
+
+
+def _bytes(copied: int) -> str:
+    return (
+        f"up to {copied} bytes a block copied into layouts of kernels" if copied else "read where they are, none copied"
+    )
 
 
 def trial_rows(tuned: Sequence[journal.Tuned]) -> list[tuple[str, ...]]:

@@ -13,11 +13,12 @@ from typing import Any
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
 
-def load(name: str, tokens: int) -> tuple[Any, dict[str, Any]]:
+def load(name: str, tokens: int, device: str | None = None) -> tuple[Any, dict[str, Any]]:
     """(the model of `name` in eval mode, keyword arguments of a forward over `tokens` tokens).
 
-    The model's class is the one that the configuration names, else the causal language model of its type. ValueError
-    where `name` looks like a path and is no folder, or has no model; OSError where a hub id can't be reached.
+    device: "cpu", "cuda:1", ...; CUDA where there is one unless given. The model's class is the one that the
+    configuration names, else the causal language model of its type. ValueError where `name` looks like a path and is no
+    folder, or has no model; OSError where a hub id can't be reached.
     """
     # Else a mistyped path is taken for a hub id, and the message is about that.
     if name.startswith((".", "/", "~")) and not os.path.isdir(name):
@@ -31,13 +32,13 @@ def load(name: str, tokens: int) -> tuple[Any, dict[str, Any]]:
     named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     cls = named or transformers.AutoModelForCausalLM
     if os.path.isdir(name) and not any(True for pattern in _WEIGHTS for _ in Path(name).glob(pattern)):
-        device = torch.device("meta")
-        with device:
+        on = torch.device("meta")
+        with on:
             build = cls._from_config if named else cls.from_config
             model = build(config, dtype=config.dtype or torch.bfloat16)
     else:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        model = cls.from_pretrained(name, dtype="auto").to(device)
+        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        model = cls.from_pretrained(name, dtype="auto").to(on)
     vocabulary = config.get_text_config().vocab_size
-    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(on)
     return model.eval(), {"input_ids": ids, "use_cache": False}

@@ -72,7 +72,7 @@ def test_files_of_a_graph(tmp_path):
         f"{n}_1_repro.py",
         "journal.jsonl",
         "report.html",
-        "report.txt",
+        "report.md",
     }
     assert (dumper.path / f"{n}_before.py").read_text() == "def forward(before): ...\n"
     after = (dumper.path / f"{n}_after.py").read_text()
@@ -81,7 +81,7 @@ def test_files_of_a_graph(tmp_path):
     events = [json.loads(line) for line in (dumper.path / "journal.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events[:3]] == ["GraphSeen", "RegionFound", "Planned"]
     assert (events[1]["spec"], events[2]["plan"]) == (SWIGLU, "*:aten")
-    text = (dumper.path / "report.txt").read_text()
+    text = (dumper.path / "report.md").read_text()
     assert "not ids" in text and "modeling.py:7  y = f(x) [node sort_3]" in text
 
 
@@ -102,7 +102,7 @@ def test_a_real_plan_is_written_with_its_candidates_and_costs(tmp_path):
 def test_failures_are_in_the_report(tmp_path):
     with moe_compile.debug(tmp_path) as dumper:
         journal.record(journal.StageFailed(graph=0, stage="lower", error="KeyError: 'x'"))
-    assert "stage lower failed" in (dumper.path / "report.txt").read_text()
+    assert "stage lower failed" in (dumper.path / "report.md").read_text()
     assert "stage lower failed" in (dumper.path / "report.html").read_text()
 
 

@@ -4,9 +4,9 @@ The specs are those that recognition reads off a graph; here they are written by
 """
 
 from moe_compile import ExpertsSpec
-from moe_compile.explain import bucket_rows
 from moe_compile.hardware import named
 from moe_compile.plan import account, plan_experts
+from moe_compile.tables import bucket_rows
 
 QWEN3_30B = (
     "experts(E=128 K=8 H=2048 I=768 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=bf16 w=f32 "

@@ -18,7 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 from . import journal
-from .explain import Region, Report, count, places, verdicts
+from .explain import Region, Report
+from .tables import count, places, verdicts
 
 INK = "#010203"  # stands for the page's text colour in plots
 # Mid-tones that read on white and on near-black, told apart without red against green (after Okabe and Ito, 2008).

@@ -7,9 +7,10 @@ import torch
 from blocks import GroupedBlock, H
 
 from moe_compile import journal
-from moe_compile.explain import Report, bucket_rows, explain, places
+from moe_compile.explain import Report, explain
 from moe_compile.journal import Where
 from moe_compile.spec import MoESpec, RouterSpec
+from moe_compile.tables import bucket_rows, places
 
 EXPERTS = (
     "experts(E=8 K=2 H=64 I=32 act=swiglu gate_up=EGH:gate_up down=EHI bias=none weight=output x=f32 w=f32 out=f32)"

@@ -26,6 +26,7 @@ LEVELS = [
     {"rules", "providers", "replay"},
     {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
     {"choose"},
+    {"tables"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
     {"demo", "inventory", "outlook", "pretrained", "peers", "suite", "calibrate", "crossovers"},

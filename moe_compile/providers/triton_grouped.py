@@ -51,7 +51,7 @@ def triton_supports(spec: ExpertsSpec, device: Device) -> Verdict:
         return Reject("too many experts", f"E={spec.E} is over 4096")
     if device.type == "cpu":
         interpreter = triton.knobs.runtime.interpret
-        return OK if interpreter else Reject("a CPU needs the interpreter", "TRITON_INTERPRET is not set")
+        return OK if interpreter else Reject("no CUDA device", "a CPU runs it in Triton's interpreter only")
     if device.type != "cuda" or torch.version.hip:
         return Reject("not a CUDA device", str(device))
     if device.capability < (8, 0):

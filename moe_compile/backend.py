@@ -159,7 +159,6 @@ def _transform(
     finish: Callable[[Any], Any] | None = None
     if chosen:
         finish = stage("lower", _lower, gm, graph, chosen, plans, options.verify)
-        stage("lower", gm.recompile)
         journal.record(
             Lowered(
                 graph=graph, regions=len(chosen), nodes_before=nodes, nodes_after=len(gm.graph.nodes),

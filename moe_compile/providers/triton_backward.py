@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from ..activation import derivative
 from ..hardware import Device, facts
 from ..operands import ExpertWeights
-from ..spec import ExpertsSpec, torch_dtype
+from ..spec import ELEMENT_BYTES, ExpertsSpec, torch_dtype
 from ..verdict import Reject, Verdict
 from .triton_grouped import hopper, one_stride_pattern, shared_limit, triton_available, triton_supports
-from .triton_work import BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -81,11 +80,11 @@ def _tiles(spec: ExpertsSpec, tall: bool, whole: bool, device: Device) -> Tiles:
     tma, most = int(hopper(device)), shared_limit(device)
 
     def tile(m: int, n: int, warps: int, stages: int, swap: int = 0, width: int = 1) -> Tile:
-        stages = min(stages, max(2, most // (64 * (m + width * n) * BYTES[spec.x])))
+        stages = min(stages, max(2, most // (64 * (m + width * n) * ELEMENT_BYTES[spec.x])))
         return Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=64, warps=warps, stages=stages, SWAP=swap, TMA=tma)
 
     def sums(n: int, k: int, warps: int, buffers: int, whole: bool) -> Tile:
-        buffers = min(buffers, max(2, most // (k * (128 + n) * BYTES[spec.x])))
+        buffers = min(buffers, max(2, most // (k * (128 + n) * ELEMENT_BYTES[spec.x])))
         stages = 2 * buffers - 1 if whole else buffers
         return Tile(BLOCK_M=128, BLOCK_N=n, BLOCK_K=k, warps=warps, stages=stages, TMA=tma)
 

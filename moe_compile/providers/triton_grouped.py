@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from ..hardware import Device, facts
 from ..operands import ExpertWeights
-from ..spec import ExpertsSpec, torch_dtype
+from ..spec import ELEMENT_BYTES, ExpertsSpec, torch_dtype
 from ..verdict import OK, Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
-from .triton_work import BYTES, grouped_work
+from .triton_work import grouped_work
 
 if TYPE_CHECKING:
     import torch
@@ -197,7 +197,7 @@ def tiles_of(tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> tuple[T
 def _shared_bytes(k: dict[str, int], spec: ExpertsSpec) -> int:
     """What the stages of the larger linear hold."""
     columns = {1: k["N1"] * (2 if spec.gated else 1), 2: k["N2"]}
-    return max(k[f"S{i}"] * k[f"K{i}"] * (k["M"] + n) * BYTES[spec.x] for i, n in columns.items())
+    return max(k[f"S{i}"] * k[f"K{i}"] * (k["M"] + n) * ELEMENT_BYTES[spec.x] for i, n in columns.items())
 
 
 def shared_limit(device: torch.device | Device) -> int:

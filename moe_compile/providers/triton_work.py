@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..spec import ExpertsSpec
+from ..spec import ELEMENT_BYTES, ExpertsSpec
 from ..work import Passed, Sorted, Streamed, Tiled, Work
 
-BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 FUSED_ROUTES, FUSED_COUNTS = 2048, 1 << 19  # as kernels/sort.py, whose import needs triton
 
 
 def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """Sort, fc1, fc2, finalize."""
-    size = BYTES[spec.x]
+    size = ELEMENT_BYTES[spec.x]
     gate_up = spec.G // spec.I
     # as grouped.fc1: gate and up are one wide product wherever their rows can alternate without breaking contiguity
     deep = spec.gate_up.storage == "EGH" and not knobs["TMA1"]
@@ -34,13 +33,13 @@ def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
         )
     )  # fmt: skip
     bins = max(32, 1 << spec.E.bit_length())
-    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * BYTES[spec.out])
+    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
     return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), first, second, finalize))
 
 
 def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """up for each route, down for each token over all its routes."""
-    size = BYTES[spec.x]
+    size = ELEMENT_BYTES[spec.x]
     up = Streamed(
         name="up", columns=spec.I, depth=spec.H, matrices=spec.G // spec.I, N=knobs["N1"], K=knobs["K1"],
         warps=knobs["W1"], along="depth" if spec.gate_up.storage == "EGH" else "columns", x_bytes=size,
@@ -49,14 +48,14 @@ def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     down = Streamed(
         name="down", columns=spec.H, depth=spec.I, matrices=1, N=knobs["N2"], K=knobs["K2"], warps=knobs["W2"],
         slots=1 << (spec.K - 1).bit_length(), along="depth" if spec.down == "EHI" else "columns", x_bytes=size,
-        weight_bytes=size, out_bytes=BYTES[spec.out],
+        weight_bytes=size, out_bytes=ELEMENT_BYTES[spec.out],
     )  # fmt: skip
     return Work(steps=(up, down))
 
 
 def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize."""
-    size = BYTES[spec.x]
+    size = ELEMENT_BYTES[spec.x]
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=128, N=knobs[f"N{i}"], K=64, warps=8,
@@ -70,5 +69,5 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     )  # fmt: skip
     bins = max(32, 1 << spec.E.bit_length())
     order = () if knobs["GATHER"] else (Passed(name="permute", route_bytes=2 * spec.H * size),)
-    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * BYTES[spec.out])
+    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
     return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), *order, first, second, finalize))

@@ -163,6 +163,7 @@ class _Bucket:
     def measure(self, offers: Sequence[Priced]) -> None:
         self.trials = {p.candidate: Trial(candidate=str(p.candidate), predicted_us=1e6 * p.seconds) for p in offers}
         single = {c: seconds for c in self.trials if (seconds := self._once(c)) is not None}
+        offers, single = self._settle(offers, single)
         self._drop_hopeless(single)
         whole = self._stages(offers)
         right = self._right_ones()
@@ -176,6 +177,18 @@ class _Bucket:
             raise RuntimeError(f"no candidate for {self.T} tokens of {self.spec} computes what the reference does")
         self.best = right[0] if right else None
         self.complete = whole
+
+    def _settle(
+        self, offers: Sequence[Priced], single: Mapping[Candidate, float]
+    ) -> tuple[list[Priced], dict[Candidate, float]]:
+        """Both with what open tactics came to in their first call, where a library's own tuner ran: that is timed and
+        kept, so that every rank and every later process runs the same kernels without another search."""
+        device, came_to = self.workload.batch(self.T).hidden_TH.device, {c: c for c in self.trials}
+        for c in single:
+            tactic = providers()[c.provider].settled(c.tactic, self.spec, device, self.T)
+            came_to[c] = replace(c, tactic=tactic)
+        self.trials = {came_to[c]: replace(t, candidate=str(came_to[c])) for c, t in self.trials.items()}
+        return [replace(p, candidate=came_to[p.candidate]) for p in offers], {came_to[c]: s for c, s in single.items()}
 
     def _stages(self, offers: Sequence[Priced]) -> bool:
         """Time each provider's candidates, then the best of each; whether the deadline left all of it."""

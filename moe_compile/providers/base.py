@@ -161,7 +161,7 @@ class Provider(ABC):
         return {}
 
     def settled(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device, T: int) -> Tactic:
-        """What a launcher of `tactic` has come to for T tokens, once it ran: a tuner keeps that, not an open tactic."""
+        """What a launcher of an open `tactic` has come to for T tokens, once it ran, if that serves any T."""
         return tactic
 
     @abstractmethod

@@ -63,6 +63,7 @@ class FlashInfer(Provider):
     most_tokens: ClassVar[int] = fi.CEILING
     modules: ClassVar[tuple[str, ...]] = ("trtllm_utils",)
     packages: ClassVar[tuple[tuple[str, tuple[int, ...]], ...]] = ()
+    any_size: ClassVar[bool] = False  # a tactic that was tuned for one token count serves every other
     fused: ClassVar[bool] = False  # the second linear sums experts itself: in the output's dtype, in no fixed order
 
     # Whether
@@ -190,8 +191,10 @@ class FlashInfer(Provider):
         return on_device(run, device)
 
     def settled(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device, T: int) -> Tactic:
+        if tactic.knobs or not self.any_size:
+            return tactic
         pick = _ready(self, spec, device).picks.get(self.bucket(T))
-        return tactic if tactic.knobs or pick is None else Tactic.of(PICK=pick_text(pick))
+        return tactic if pick is None else Tactic.of(PICK=pick_text(pick))
 
     def _warm(self, ready: Ready, fixed: Any, x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Any:
         """Lay out weights, compile, and where no tactic is named run FlashInfer's tuner on these tokens: the tactic."""

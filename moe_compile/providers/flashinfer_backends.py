@@ -31,6 +31,7 @@ class Cutlass(FlashInfer):
     name = "flashinfer_cutlass"
     config, runner = "CutlassBf16Config", "fused_moe.runners:CutlassBf16Runner"
     modules = ("trtllm_utils", "fused_moe")
+    any_size = True
     limits = (
         (lambda s: s.H % 8 == 0 and s.I % 8 == 0, "H and I must be multiples of 8 (cutlass_fused_moe_binding.cu, TMA)"),
         (lambda s: s.bias in ("none", "both"), "takes both biases or none (cutlass_fused_moe_binding.cu, run_moe)"),
@@ -204,7 +205,11 @@ class CuTile(ThroughRunner):
     config, runner = "CuTileBf16Config", "fused_moe.runners:CuTileBf16Runner"
     stored = Stored(storage="EHG", halves="gate_up", down="EIH")
     absent = 0  # MoEActivationPack: negative ids are undefined behaviour for it
+    any_size = True
     packages = (("cuda-tile", (1, 4)),)
+
+    def compiles(self, T: int) -> int:
+        return T  # kernels are specialized on what sizes are divisible by (runners.py, _precompile_bucket_variants)
 
     def _view(self, ready: Ready, weights: ExpertWeights) -> dict[str, Tensor]:
         return {"w1": weights.gate_up[0], "w2": weights.down}
@@ -226,6 +231,9 @@ class Cudnn(ThroughRunner):
             "SwiGLU with default alpha, beta and limit only (runners.py, _check_activation_parameters)",
         ),
     )
+
+    def compiles(self, T: int) -> int:
+        return T  # cuDNN's plans are of exact sizes
 
 
 def hopper_and_older() -> tuple[FlashInfer, ...]:

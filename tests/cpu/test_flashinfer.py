@@ -13,19 +13,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_compile import cli
+from moe_compile import cli, tune
 from moe_compile.activation import Activation
+from moe_compile.cache import Cache
+from moe_compile.clock import Clock
 from moe_compile.hardware import named
 from moe_compile.kernels.merge import merge_routes_torch
 from moe_compile.operands import ExpertWeights
 from moe_compile.plan import COPIES, plan_experts
 from moe_compile.providers import base, copied_bytes, flashinfer, keep_in, launcher, providers
 from moe_compile.providers import flashinfer_api as fi
-from moe_compile.providers.base import Candidate, Tactic, Unserved
+from moe_compile.providers.base import Candidate, Priced, Tactic, Unserved
 from moe_compile.providers.flashinfer import FlashInfer, pick_text
 from moe_compile.providers.stored import Stored
 from moe_compile.spec import ExpertsSpec, Layout
 from moe_compile.verdict import OK, Reject
+from moe_compile.workload import ZIPF, Workload, zipf
 
 H200 = named("H200")
 INSTALLED = bool(fi.installed()) and importlib.util.find_spec("flashinfer") is not None
@@ -294,6 +297,7 @@ class Fake(FlashInfer):
     name = "fake"
     config, runner = "", ":"
     most_tokens = 8
+    any_size = True
 
     def __init__(self):
         self.did = []
@@ -422,6 +426,25 @@ def test_a_tuner_can_ask_what_an_open_tactic_came_to(fake):
     fake.did.clear()
     call(3, weights, str(tactic))
     assert fake.did == ["call 3 best_3"]
+    fake.any_size = False  # as FrostLowLatency's, which are of exact sizes
+    assert fake.settled(Tactic(), SMALL, CPU, 3) == Tactic()
+
+
+def test_tuning_times_and_keeps_what_the_librarys_tuner_came_to(fake, tmp_path):
+    offers = [
+        Priced(candidate=Candidate(provider=n), seconds=1.0, work=providers()["aten"].tactics(SMALL, H200, 4)[0][1])
+        for n in ("aten", "fake")
+    ]
+    pool = zipf(SMALL, small_weights().arguments(), CPU, rows=16, seed=0)
+    workload = Workload(spec=SMALL, kind=ZIPF, pools=(pool,), seed=0)
+    clock, key = Clock(device=CPU, launch="eager"), tune.key_of(SMALL, 4, "cpu", "eager", ZIPF, ["aten"])
+    (tuned,) = tune.tune(
+        SMALL, {4: offers}, {4: 4}, workload, device=CPU, clock=clock, key=lambda _: key, cache=Cache(tmp_path),
+        seconds=60,
+    )  # fmt: skip
+    assert [t.candidate for t in tuned.trials] == ["aten", "fake(PICK=best_4)"]
+    assert all(t.us for t in tuned.trials) and tuned.chosen in (Candidate.parse(t.candidate) for t in tuned.trials)
+    assert fake.did.count("tune 4") == 1
 
 
 def test_what_it_cannot_serve_goes_to_aten(fake, monkeypatch):

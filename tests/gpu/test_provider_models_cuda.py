@@ -31,7 +31,10 @@ def greedy(model: Any, forward: Any, prompt: torch.Tensor, new: int) -> tuple[li
     """The continuation, and by how much each choice beat the next one, relative: bf16 logits are 2^-8 apart."""
     from transformers import StaticCache
 
-    cache = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + new)
+    c = model.config
+    cache = StaticCache(config=c, max_cache_len=prompt.shape[1] + new)
+    # Allocated here, not by the first compiled call: that would make it an output of the CUDA graph, gone by the next.
+    cache.early_initialization(1, c.num_key_value_heads, c.head_dim, model.dtype, GPU)
     ids, position, out, margins = prompt, torch.arange(prompt.shape[1], device=GPU), [], []
     with torch.no_grad():
         while len(out) < new:

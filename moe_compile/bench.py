@@ -12,7 +12,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,59 @@ def compare(
     return {name: Timing(samples=tuple(s)) for name, s in samples.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """A CUDA graph that makes `calls` calls in turn."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+
+    def seconds(self, replays: int) -> float:
+        """Seconds a call, by events on the device."""
+        import torch
+
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(replays):
+            self.graph.replay()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) * 1e-3 / replays / self.calls
+
+
+def capture(calls: Sequence[Callable[[], Any]], pool: Any = None) -> Captured:
+    """The calls in a CUDA graph, after one of them was made outside of it. pool: of memory, shared with other graphs
+    whose results are dropped too. Raises what the calls and capturing raise."""
+    import torch
+
+    calls[0]()  # compiles and loads what capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for call in calls:
+            call()
+    return Captured(graph=graph, calls=len(calls))
+
+
+def compare_captured(
+    graphs: Mapping[str, Captured], *, rounds: int = 15, sample_seconds: float = 0.002
+) -> dict[str, Timing]:
+    """Time each graph, interleaved; seconds a call. At least two rounds."""
+    if rounds < 2:
+        raise ValueError(f"bench: rounds={rounds} must be at least 2")
+    replays = {}
+    for name, captured in graphs.items():
+        captured.seconds(1)
+        once = captured.seconds(1) * captured.calls
+        replays[name] = max(1, round(sample_seconds / max(once, 1e-9)))
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    names = list(graphs)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            samples[name].append(graphs[name].seconds(replays[name]))
+    return {name: Timing(samples=tuple(s)) for name, s in samples.items()}
+
+
 def compare_graphs(
     contenders: Mapping[str, Sequence[Callable[[], Any]]], *, rounds: int = 15, sample_seconds: float = 0.002
 ) -> dict[str, Timing]:
@@ -83,34 +139,6 @@ def compare_graphs(
     """
     import torch
 
-    if rounds < 2:
-        raise ValueError(f"bench: rounds={rounds} must be at least 2")
     pool = torch.cuda.graph_pool_handle()  # results are dropped, so that graphs may share their memory
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, calls in contenders.items():
-        calls[0]()  # compiles and loads what capture must not
-        torch.cuda.synchronize()
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name], pool=pool):
-            for call in calls:
-                call()
-
-    def sample(name: str, replays: int) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(replays):
-            graphs[name].replay()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) * 1e-3 / replays / len(contenders[name])
-
-    replays = {}
-    for name in graphs:
-        sample(name, 1)
-        replays[name] = max(1, round(sample_seconds / (max(sample(name, 1), 1e-9) * len(contenders[name]))))
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    names = list(graphs)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            samples[name].append(sample(name, replays[name]))
-    return {name: Timing(samples=tuple(s)) for name, s in samples.items()}
+    graphs = {name: capture(calls, pool) for name, calls in contenders.items()}
+    return compare_captured(graphs, rounds=rounds, sample_seconds=sample_seconds)

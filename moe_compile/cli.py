@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Any
 
 _EXAMPLES = """\
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
     bench.add_argument("--rounds", type=_positive, default=15, metavar="N", help="interleaved rounds (default 15)")
     bench.add_argument("--seconds", type=_positive, metavar="N", help="start no new cell after this")
+    bench.add_argument("--read", nargs="+", metavar="FILE", help="what --json printed: how it stands, nothing is run")
     tune = command(
         "tune",
         _tune,
@@ -213,9 +215,15 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    from . import standing
+
+    if arguments.read:
+        cells = [c for name in arguments.read for c in json.loads(Path(name).read_text(encoding="utf-8"))["cells"]]
+        print(standing.table(cells))
+        return 0
     import torch
 
-    from . import suite
+    from . import contest, suite
     from .options import one_of
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -226,15 +234,25 @@ def _bench(arguments: argparse.Namespace) -> int:
     tokens = arguments.tokens or suite.TOKENS
     until = time.time() + arguments.seconds if arguments.seconds else math.inf
     only = tuple(filter(None, arguments.only.split(",")))
-    done = []
-    for cell in suite.cells(
-        names, tokens, device, tactics=arguments.tactics or 0, peers=not arguments.tactics, only=only,
-        rounds=max(2, arguments.rounds), until=until,
-    ):  # fmt: skip
-        done.append(cell)
-        print(cell, file=sys.stderr if arguments.json else sys.stdout, flush=True)
+    said = sys.stderr if arguments.json else sys.stdout
+    done: list[contest.Cell] = []
+    with torch.no_grad():
+        for name in names:
+            of = contest.Contest(
+                name, device, tactics=arguments.tactics or 0, peers=not arguments.tactics, only=only,
+                rounds=max(2, arguments.rounds),
+            )  # fmt: skip
+            for T in tokens:
+                if time.time() > until:
+                    break
+                of.compile(T)
+                done.append(of.cell(T))
+                print(done[-1], file=said, flush=True)
+            del of  # its weights make room for the next's
+    found = contest.record(done, device)
+    print(standing.table(found["cells"]), file=said)
     if arguments.json:
-        print(json.dumps(suite.record(done, device), indent=1))
+        print(contest.as_json(found))
     return 0 if done else 1
 
 

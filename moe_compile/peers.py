@@ -7,6 +7,7 @@ weights in their native layout. Nothing here is used to run a model; a peer whos
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from types import FunctionType, SimpleNamespace
@@ -19,6 +20,7 @@ from .operands import ExpertWeights, halves
 from .spec import ExpertsSpec
 from .verdict import Reject
 
+SWIGLU = Activation.parse("swiglu")
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ExpertWeights], torch.Tensor]
 
 
@@ -59,14 +61,13 @@ def _forward(experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, w: to
 
 
 def _huggingface(implementation: str, most: int | None = None) -> Callable[[ExpertsSpec, torch.device], Run | Reject]:
-    """transformers' experts under Inductor, as `generate` runs them; compiled for each T, and kept. most: T * K beyond
+    """transformers' experts under Inductor, as `generate` runs them; compiled for each T, and kept. most: tokens beyond
     which it is not tried, for batched_mm copies an expert's weights for each route."""
 
     @lru_cache(None)
     def peer(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
         key = (spec.gate_up.storage, spec.gate_up.halves, spec.down, spec.bias)
-        swiglu = spec.act == Activation.parse("swiglu")
-        if key not in _EXPERTS or swiglu != (spec.bias == "none"):
+        if key not in _EXPERTS or (spec.act == SWIGLU) != (spec.bias == "none"):
             return Reject("no HuggingFace experts of this layout and activation")
         module, name = _EXPERTS[key]
         cls = getattr(importlib.import_module(f"transformers.models.{module}"), name)
@@ -75,10 +76,11 @@ def _huggingface(implementation: str, most: int | None = None) -> Callable[[Expe
             intermediate_size=spec.I, hidden_act="silu", num_experts_per_tok=spec.K, swiglu_limit=7.0,
             _experts_implementation=implementation,
         )  # fmt: skip
-        modules: dict[int, torch.nn.Module] = {}  # one for each layer's weights, which it holds as they are
+        modules: dict[int, torch.nn.Module] = {}  # by id of a layer's weights, which it holds as they are
 
         def module_of(weights: ExpertWeights) -> torch.nn.Module:
             if id(weights) not in modules:
+                weakref.finalize(weights, modules.pop, id(weights), None).atexit = False
                 with torch.device("meta"):
                     made = cls(config).eval()
                 bias = iter(t for t in (*weights.gate_up_bias, weights.down_bias) if t is not None)
@@ -92,8 +94,8 @@ def _huggingface(implementation: str, most: int | None = None) -> Callable[[Expe
         compiled: dict[int, Any] = {}  # by T: beyond 8 shapes torch.compile gives up on a function
 
         def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-            if most is not None and ids.numel() > most:
-                raise ValueError(f"not tried beyond {most} routes")
+            if most is not None and x.shape[0] > most:
+                raise ValueError(f"not tried beyond {most} tokens")
             if x.shape[0] not in compiled:
                 forward = FunctionType(_forward.__code__.replace(), globals())  # shapes are counted by code object
                 compiled[x.shape[0]] = torch.compile(forward, fullgraph=True, dynamic=False)
@@ -105,16 +107,27 @@ def _huggingface(implementation: str, most: int | None = None) -> Callable[[Expe
     return peer
 
 
+def _imported(module: str, package: str) -> Any:
+    """The module, or a Reject that names what is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = (error.name or module).partition(".")[0]
+        if missing == module.partition(".")[0]:
+            return Reject(f"{package} is not installed")
+        return Reject(f"{package} doesn't import", str(error))
+
+
 def _vllm(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
     """vLLM's fused Triton experts with its own table of tiles."""
     if (spec.gate_up.storage, spec.gate_up.halves, spec.down, spec.bias) != ("EGH", "gate_up", "EHI", "none"):
         return Reject("not vLLM's layout")
-    if spec.act != Activation.parse("swiglu") or device.type != "cuda":
+    if spec.act != SWIGLU or device.type != "cuda":
         return Reject("SwiGLU on CUDA only")
-    try:
-        fused: Any = importlib.import_module("vllm.model_executor.layers.fused_moe").fused_experts
-    except ImportError:
-        return Reject("vllm is not installed")
+    found = _imported("vllm.model_executor.layers.fused_moe", "vllm")
+    if isinstance(found, Reject):
+        return found
+    fused: Any = found.fused_experts
 
     def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
         out: torch.Tensor = fused(x, weights.gate_up[0], weights.down, w.float(), ids.int())
@@ -123,9 +136,39 @@ def _vllm(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
     return run
 
 
+def _sonicmoe(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
+    """SonicMoE's CuTe-DSL kernels by its entry for routes that are given, in inference mode; weights as views."""
+    halves = ("gate_up", "gate_up_interleaved")  # its concat_layout, and its own
+    if spec.gate_up.storage != "EGH" or spec.gate_up.halves not in halves or spec.down != "EHI" or spec.bias != "none":
+        return Reject("not SonicMoE's layout")
+    if spec.act != SWIGLU or spec.x not in ("bf16", "f16") or device.type != "cuda":
+        return Reject("SwiGLU in 16 bits on CUDA only")
+    sonic = _imported("sonicmoe", "sonic-moe")
+    if isinstance(sonic, Reject):
+        return sonic
+    kind = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
+    concatenated = spec.gate_up.halves == "gate_up"
+    tokens: dict[int, torch.Tensor] = {}  # by T: the token of each route, ascending
+
+    def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
+        T = x.shape[0]
+        if T not in tokens:
+            tokens[T] = torch.arange(T * spec.K, dtype=torch.int32, device=x.device) // spec.K
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        out: torch.Tensor = sonic.moe_general_routing_inputs(
+            x, w.float().view(-1), tokens[T], ids.int().view(-1), weights.gate_up[0].permute(1, 2, 0), None,
+            weights.down.permute(1, 2, 0), None, spec.E, stream, kind, is_inference_mode_enabled=True,
+            concat_layout=concatenated,
+        )[0]  # fmt: skip
+        return out
+
+    return run
+
+
 PEERS: dict[str, Callable[[ExpertsSpec, torch.device], Run | Reject]] = {
     "torch._grouped_mm": _grouped_mm,
     "hf_grouped_mm": _huggingface("grouped_mm"),
-    "hf_batched_mm": _huggingface("batched_mm", most=256),
+    "hf_batched_mm": _huggingface("batched_mm", most=16),
     "vllm": _vllm,
+    "sonicmoe": _sonicmoe,
 }

@@ -29,7 +29,7 @@ LEVELS = [
     {"tables"},
     {"explain", "dump", "report", "trace"},
     {"backend"},
-    {"demo", "inventory", "outlook", "pretrained", "peers", "suite", "calibrate", "crossovers"},
+    {"demo", "inventory", "outlook", "pretrained", "peers", "suite", "contest", "standing", "calibrate", "crossovers"},
     {"cli", "__init__", "__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}

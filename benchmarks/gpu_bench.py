@@ -1,0 +1,178 @@
+"""`moe-compile bench` over every geometry and token count at once, on all GPUs: writes h200.json under $OUT (or .).
+
+Each geometry's token counts are halved, a process each, and the processes dealt out over the GPUs. All of them first
+draw weights and compile (kernels, Inductor, CuTe-DSL) side by side; then, GPU by GPU, one process after the other has
+the GPU to itself, and times its cells. What other libraries' tuners found while the GPU was shared is forgotten, and
+tuned again. Cells are written as they come; a process whose time is up is ended. How the record stands is printed last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
+TOKENS = tuple(1 << i for i in range(14))
+WEIGHT = {"dsv3": 2.5, "mixtral": 1.5, "tiny": 0.2}  # of a process's share of the time; others 1
+LAST = 3.0  # seconds that writing and the table take
+
+
+def say(*words: Any) -> None:
+    print(f"[{time.time() - START:6.1f}s]", *words, flush=True)
+
+
+def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Namespace) -> None:
+    """A process: compile, say that it is ready, wait for its turn, time."""
+    for name in filter(None, arguments.imports.split(",")):
+        importlib.import_module(name)
+    import torch
+
+    from moe_compile import contest
+
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    of = contest.Contest(geometry, device, rounds=arguments.rounds, only=tuple(filter(None, arguments.only.split(","))))
+    cells = []
+    with torch.no_grad():
+        for T in tokens:
+            if time.time() > arguments.prepared:
+                say(geometry, "not compiled in time:", tokens[tokens.index(T) :])
+                break
+            took = of.compile(T, without=("flashinfer_cutlass",))  # whose kernels are compiled, and which only tunes
+            say(geometry, T, "compiled:", ", ".join(f"{name} {s:.1f} s" for name, s in took.items() if s > 0.2))
+        forget()
+        (folder / "ready").touch()
+        while not (folder / "turn").exists():
+            time.sleep(0.05)
+        until = float((folder / "turn").read_text())
+        for T in tokens:
+            if time.time() > until:
+                say(geometry, "not timed:", tokens[tokens.index(T) :])
+                break
+            cells.append(of.cell(T))
+            say(cells[-1])
+            write(folder / "cells.json", contest.as_json(contest.record(cells, device)))
+    (folder / "done").touch()
+
+
+def forget() -> None:
+    """Other libraries' tuned choices, not what they compiled."""
+    import torch
+
+    if "flashinfer" in sys.modules:
+        from moe_compile.providers import flashinfer
+
+        importlib.import_module("flashinfer.autotuner").AutoTuner.get().clear_cache()
+        flashinfer._ready.cache_clear()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def write(path: Path, text: str) -> None:
+    """Whole, or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def turns(tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float) -> None:
+    """One GPU's processes, each alone on it in turn."""
+    while time.time() < prepared + 20 and any(
+        not (folder / "ready").exists() and processes[folder].poll() is None for _, _, folder in tasks
+    ):
+        time.sleep(0.1)
+    for i, (geometry, _, folder) in enumerate(tasks):
+        if not (folder / "ready").exists():
+            say(geometry, folder.name, "is not ready:", processes[folder].poll())
+            processes[folder].kill()
+            continue
+        left = [WEIGHT.get(g, 1.0) for g, _, _ in tasks[i:]]
+        until = time.time() + (end - time.time()) * min(1.0, 1.4 * left[0] / sum(left))
+        write(folder / "turn", str(min(until, end - LAST)))
+        while time.time() < end and not (folder / "done").exists() and processes[folder].poll() is None:
+            time.sleep(0.05)
+        processes[folder].kill()
+        processes[folder].wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", nargs="+", default=list(GEOMETRIES), metavar="GEOMETRY[:T,T]", help="default all")
+    parser.add_argument("--gpus", type=int, default=0, help="default all")
+    parser.add_argument("--seconds", type=float, default=1e4, help="end after so many")
+    parser.add_argument("--prepare", type=float, default=5e3, help="begin no compilation after so many seconds")
+    parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
+    parser.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
+    parser.add_argument("--imports", default="", help="modules that each process imports first, commas between")
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)  # geometry, tokens, folder of a process
+    parser.add_argument("--prepared", type=float, default=0.0, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.work:
+        geometry, tokens, folder = arguments.work
+        work(geometry, [int(t) for t in tokens.split(",")], Path(folder), arguments)
+        return
+    import torch
+
+    from moe_compile import contest, standing
+
+    gpus = arguments.gpus or max(1, torch.cuda.device_count())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    prepared, end = START + arguments.prepare, START + arguments.seconds
+    root = Path(tempfile.mkdtemp(prefix="gpu_bench_"))
+    tasks: list[list[tuple[str, list[int], Path]]] = [[] for _ in range(gpus)]
+    processes: dict[Path, Any] = {}
+    for i, text in enumerate(arguments.cells):
+        geometry, _, some = text.partition(":")
+        tokens = [int(t) for t in some.split(",")] if some else list(TOKENS)
+        for half in (0, 1):
+            if not (share := tokens[half::2]):
+                continue
+            gpu, folder = (i + half) % gpus, root / f"{geometry}_{half}"
+            folder.mkdir()
+            command = [sys.executable, __file__, *sys.argv[1:], "--work", geometry, ",".join(map(str, share))]
+            command += [str(folder), "--prepared", str(prepared)]
+            environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible[gpu], "GPU_BENCH_START": str(START)}
+            log = (folder / "log").open("w")
+            processes[folder] = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+            tasks[gpu].append((geometry, share, folder))
+    threads = [threading.Thread(target=turns, args=(t, processes, prepared, end)) for t in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    parts = []
+    for _, _, folder in sorted(t for some in tasks for t in some):
+        text = (folder / "log").read_text(errors="replace")
+        print("".join(c for c in text if c == "\n" or " " <= c <= "~")[-6000:], flush=True)
+        if (folder / "cells.json").exists():
+            parts.append(json.loads((folder / "cells.json").read_text()))
+    if not parts:
+        raise SystemExit("no cell was timed")
+    found = {**parts[0], "what": contest.__doc__, "absent": {}, "cells": []}
+    for part in parts:
+        found["cells"] += part["cells"]
+        for name, reasons in part["absent"].items():
+            for why, where in reasons.items():
+                for geometry, Ts in where.items():
+                    found["absent"].setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).extend(Ts)
+    order = [*GEOMETRIES, "tiny"]
+    found["cells"].sort(key=lambda c: (order.index(c["geometry"]), c["T"]))
+    write(Path(os.environ.get("OUT", ".")) / "h200.json", contest.as_json(found) + "\n")
+    say(len(found["cells"]), "cells")
+    print(standing.table(found["cells"]), flush=True)
+
+
+START = float(os.environ.get("GPU_BENCH_START", time.time()))
+if __name__ == "__main__":
+    main()

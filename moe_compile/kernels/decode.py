@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .grouped import gate_and_up
 from .launch import Bound, ceil_div, power_of_2
+from .listed import Experts, alignment, base, tensor_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +46,7 @@ def _up_kernel(
     stride_be: tl.constexpr, V_ROW: tl.constexpr, E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr,
     I: tl.constexpr, GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
     GATE_FIRST: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, N_: tl.constexpr,
-    K_: tl.constexpr, PDL: tl.constexpr,
+    K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """I rows n0.. of one route; PAIRED reads gate and up rows as one tile with alternating rows."""
     if PDL:
@@ -56,6 +57,10 @@ def _up_kernel(
     e = tl.load(ids_ptr + route)
     if (e < 0) | (e >= E):
         return
+    kind: tl.constexpr = x_ptr.dtype.element_ty
+    w_ptr = tensor_of(w_ptr, e, kind, LISTED)
+    if GATED and not PAIRED:
+        v_ptr = tensor_of(v_ptr, e, kind, LISTED)
     WIDTH: tl.constexpr = 2 * N_ if PAIRED else N_
     n, k = tl.arange(0, WIDTH), tl.arange(0, K_)
     if INTERLEAVED:
@@ -83,6 +88,8 @@ def _up_kernel(
         one, two = one * scale, two * scale
     n = n0 + tl.arange(0, N_)
     if BIAS:
+        bias_ptr = tensor_of(bias_ptr, e, kind, LISTED)
+        bias2_ptr = tensor_of(bias2_ptr, e, kind, LISTED)
         at = e.to(tl.int64) * stride_be + (2 * n if INTERLEAVED else n)
         one += tl.load(bias_ptr + at, mask=n < I, other=0.0).to(tl.float32)
         if GATED:
@@ -101,7 +108,7 @@ def _down_kernel(
     act_ptr, ids_ptr, route_weight_ptr, w_ptr, bias_ptr, out_ptr, T,
     stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr,
     E: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr,
-    S_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    S_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """H rows n0.. of one token: tiles [S_ slots, N_, K_], so that the weights of all slots are in flight at once."""
     t = tl.program_id(0) % T
@@ -113,6 +120,10 @@ def _down_kernel(
     scale = tl.full((S_,), 1.0, tl.float32)
     if SCALE:
         scale = tl.load(route_weight_ptr + r, mask=here, other=0.0).to(tl.float32)
+    kind: tl.constexpr = act_ptr.dtype.element_ty
+    w_ptr = tensor_of(w_ptr, tl.where(here, e, 0), kind, LISTED)
+    if LISTED:
+        w_ptr = w_ptr[:, None, None]
     w_ptrs = w_ptr + e[:, None, None] * stride_we + n.to(tl.int64)[None, :, None] * stride_wn
     w_ptrs += k[None, None, :] * stride_wk
     rows = here[:, None, None] & (n < H)[None, :, None]
@@ -129,6 +140,9 @@ def _down_kernel(
         acc += w.to(tl.float32) * a[:, None, :]
     y = tl.sum(acc, axis=2)
     if BIAS:
+        bias_ptr = tensor_of(bias_ptr, tl.where(here, e, 0), kind, LISTED)
+        if LISTED:
+            bias_ptr = bias_ptr[:, None]
         at = bias_ptr + e[:, None] * stride_be + n[None, :]
         b = tl.load(at, mask=here[:, None] & (n < H)[None, :], other=0.0).to(tl.float32)
         y += b * scale[:, None]
@@ -140,7 +154,7 @@ def _down_kernel(
 def _up_bound(
     rows: Rows, act: Any, E: int, choices: int, sizes: tuple[int, int], gated: bool, halves: str, k_major: bool,
     dtype: Any, device: torch.device, ids: Any, stride_xh: int, w_strides: tuple[int, ...], bias_stride: int | None,
-    weights: Any,
+    weights: Any, listed: int,
 ) -> Bound:  # fmt: skip
     """The kernel for all calls that differ in addresses and in T only; see launch.Bound."""
     H, I = sizes
@@ -151,6 +165,7 @@ def _up_bound(
         stride_xh, w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0,
         0 if halves in ("separate", "up") else 1 if interleaved else I, E, choices, H, I, gated, paired, interleaved,
         not halves.startswith("up_gate"), bias_stride is not None, weights is not None, act, rows.UP_N, rows.UP_K,
+        listed,
     )  # fmt: skip
     return Bound(_up_kernel, constants, device, warps=rows.UP_warps, overlap=True)
 
@@ -158,19 +173,19 @@ def _up_bound(
 @lru_cache(1024)
 def _down_bound(
     rows: Rows, E: int, choices: int, I: int, H: int, k_major: bool, dtype: Any, device: torch.device, ids: Any,
-    w_strides: tuple[int, ...], bias_stride: int | None, weights: Any, out: Any,
+    w_strides: tuple[int, ...], bias_stride: int | None, weights: Any, out: Any, listed: int,
 ) -> Bound:  # fmt: skip
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
     constants = (
         w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0, E, choices, H, I,
-        bias_stride is not None, weights is not None, power_of_2(choices), rows.DOWN_N, rows.DOWN_K,
+        bias_stride is not None, weights is not None, power_of_2(choices), rows.DOWN_N, rows.DOWN_K, listed,
     )  # fmt: skip
     return Bound(_down_kernel, constants, device, warps=rows.DOWN_warps, overlap=True)
 
 
 def up(
-    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, gate_up: tuple[torch.Tensor, ...],
-    bias: tuple[torch.Tensor, ...], act: Any, *, E: int, sizes: tuple[int, int], gated: bool, halves: str,
+    x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, gate_up: tuple[Experts, ...],
+    bias: tuple[Experts, ...], act: Any, *, E: int, sizes: tuple[int, int], gated: bool, halves: str,
     k_major: bool, rows: Rows,
 ) -> torch.Tensor:  # fmt: skip
     """act_RI [R, I] in x's dtype by route; rows of dropped routes stay unwritten. Arguments as of grouped.fc1."""
@@ -179,19 +194,20 @@ def up(
     bound = _up_bound(
         rows, act, E, ids_TK.shape[1], sizes, gated, halves, k_major, x_TH.dtype, x_TH.device, ids_TK.dtype, stride_xh,
         w.stride(), bias[0].stride(0) if bias else None, None if weights_TK is None else weights_TK.dtype,
+        alignment(w, v, *bias),
     )  # fmt: skip
     out = torch.empty((R, sizes[1]), dtype=x_TH.dtype, device=x_TH.device)
     arguments = (
-        x_TH, ids_TK.contiguous(), x_TH if weights_TK is None else weights_TK.contiguous(), w, v,
-        bias[0] if bias else x_TH, bias[-1] if bias else x_TH, out, stride_xt,
+        x_TH, ids_TK.contiguous(), x_TH if weights_TK is None else weights_TK.contiguous(), base(w), base(v),
+        base(bias[0]) if bias else x_TH, base(bias[-1]) if bias else x_TH, out, stride_xt,
     )  # fmt: skip
     bound((R * ceil_div(sizes[1], rows.UP_N), 1), arguments, (R,))
     return out
 
 
 def down(
-    act_RI: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w: torch.Tensor,
-    bias: torch.Tensor | None, dtype: torch.dtype, *, E: int, k_major: bool, rows: Rows,
+    act_RI: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, w: Experts,
+    bias: Experts | None, dtype: torch.dtype, *, E: int, k_major: bool, rows: Rows,
 ) -> torch.Tensor:  # fmt: skip
     """out_TH [T, H] in `dtype`. w: [E, H, I] where k_major, else [E, I, H]; weights_TK None means 1."""
     T, choices = ids_TK.shape
@@ -199,11 +215,12 @@ def down(
     bound = _down_bound(
         rows, E, choices, I, H, k_major, act_RI.dtype, act_RI.device, ids_TK.dtype, w.stride(),
         None if bias is None else bias.stride(0), None if weights_TK is None else weights_TK.dtype, dtype,
+        alignment(w) if bias is None else alignment(w, bias),
     )  # fmt: skip
     out = torch.empty((T, H), dtype=dtype, device=act_RI.device)
     arguments = (
-        act_RI, ids_TK.contiguous(), act_RI if weights_TK is None else weights_TK.contiguous(), w,
-        act_RI if bias is None else bias, out,
+        act_RI, ids_TK.contiguous(), act_RI if weights_TK is None else weights_TK.contiguous(), base(w),
+        act_RI if bias is None else base(bias), out,
     )  # fmt: skip
     bound((T * ceil_div(H, rows.DOWN_N), 1), arguments, (T,))
     return out

@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Bound, ceil_div
+from .listed import Experts, alignment, base, tensor_of
 from .sort import Schedule
 
 
@@ -65,7 +66,7 @@ def _product(
     stride_we, stride_wn, stride_wk, V_ROW: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, TWO: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
     K_MAJOR: tl.constexpr, A_TMA: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr = 0,
 ):  # fmt: skip
     """fp32 tiles [M_, N_] of A @ W[e]^T: of weight rows n0.. (first) and, with TWO, of rows V_ROW + n0.. of v (second).
 
@@ -85,9 +86,9 @@ def _product(
         else:
             row, inside = n0 + n, n0 + n < N
         offset = e.to(tl.int64) * stride_we + row.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-        w_ptrs = w + offset
+        w_ptrs = tensor_of(w, e, a.dtype.element_ty, LISTED) + offset
         if TWO:
-            v_ptrs = v + offset + V_ROW * stride_wn
+            v_ptrs = tensor_of(v, e, a.dtype.element_ty, LISTED) + offset + V_ROW * stride_wn
     if SWAP:
         acc = tl.zeros((WIDTH, M_), tl.float32)
         acc2 = tl.zeros((WIDTH, M_), tl.float32)
@@ -143,7 +144,8 @@ def _fc1_kernel(
     stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
     K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
-    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
+    LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -159,6 +161,7 @@ def _fc1_kernel(
     one, two = _product(
         x_ptr, x_rows, p < end, first, w, v, e, column * N_, stride_xh, stride_we, stride_wn, stride_wk, V_ROW,
         I, H, GATED and not PAIRED, PAIRED, INTERLEAVED, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
+        LISTED,
     )  # fmt: skip
     if PAIRED:
         one, two = tl.split(tl.reshape(one, (M_, N_, 2)))
@@ -167,6 +170,8 @@ def _fc1_kernel(
         one, two = one * scale, two * scale
     n = column * N_ + tl.arange(0, N_)
     if BIAS:
+        bias_ptr = tensor_of(bias_ptr, e, x_ptr.dtype.element_ty, LISTED)
+        bias2_ptr = tensor_of(bias2_ptr, e, x_ptr.dtype.element_ty, LISTED)
         row = 2 * n if INTERLEAVED else n
         at = e.to(tl.int64) * stride_be + row
         one += tl.load(bias_ptr + at, mask=n < I, other=0.0).to(tl.float32)[None, :]
@@ -188,7 +193,7 @@ def _fc2_kernel(
     act_ptr, act, w, bias_ptr, y_ptr, plan_ptr, bound, stride_we: tl.constexpr,
     stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     K_MAJOR: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -202,10 +207,11 @@ def _fc2_kernel(
     a_rows = act_ptr + p.to(tl.int64) * I
     y, _ = _product(
         act, a_rows, p < end, first, w, w, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
-        H, I, False, False, False, K_MAJOR, TMA, TMA, SWAP, M_, N_, K_,
+        H, I, False, False, False, K_MAJOR, TMA, TMA, SWAP, M_, N_, K_, LISTED,
     )  # fmt: skip
     n = column * N_ + tl.arange(0, N_)
     if BIAS:
+        bias_ptr = tensor_of(bias_ptr, e, act_ptr.dtype.element_ty, LISTED)
         y += tl.load(bias_ptr + e.to(tl.int64) * stride_be + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
     route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
     out_ptrs = y_ptr + route.to(tl.int64)[:, None] * H + n[None, :]
@@ -233,7 +239,7 @@ def _strides_aligned(strides: tuple[int, ...], size: int) -> bool:
 def _fc1_bound(
     tile: Tile, act: Any, choices: int, sizes: tuple[int, int], gated: bool, halves: str, k_major: bool, dtype: Any,
     device: torch.device, x_strides: tuple[int, ...], w_strides: tuple[int, ...], v_strides: tuple[int, ...],
-    bias_stride: int | None, weights_dtype: Any, aligned: bool,
+    bias_stride: int | None, weights_dtype: Any, aligned: bool, listed: int,
 ) -> tuple[Bound, int]:  # fmt: skip
     """The kernel, and the weight rows that its descriptors fetch at once (0: it reads by addresses)."""
     H, I = sizes
@@ -247,6 +253,7 @@ def _fc1_bound(
         0 if halves in ("separate", "up") else 1 if interleaved else I, choices, H, I,
         gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bias_stride is not None,
         weights_dtype is not None, act, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        listed,
     )  # fmt: skip
     bound = Bound(_fc1_kernel, constants, device, warps=tile.warps, stages=tile.stages, overlap=True)
     return bound, tile.BLOCK_N * (2 if paired else 1) if tma else 0
@@ -255,14 +262,14 @@ def _fc1_bound(
 @lru_cache(1024)
 def _fc2_bound(
     tile: Tile, I: int, H: int, k_major: bool, dtype: Any, device: torch.device, w_strides: tuple[int, ...],
-    bias_stride: int | None, aligned: bool,
+    bias_stride: int | None, aligned: bool, listed: int,
 ) -> tuple[Bound, bool]:  # fmt: skip
     """The kernel, and whether it reads by descriptors."""
     tma = aligned and _strides_aligned(w_strides, dtype.itemsize) and I * dtype.itemsize % 16 == 0
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
     constants = (
         w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0, H, I, k_major, bias_stride is not None,
-        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, listed,
     )  # fmt: skip
     # Not overlapped: its programs would fill the processors that fc1 leaves first, unevenly (mixtral T=1: 187 us, with
     # it 196; gpt_oss_20b T=4: 166, 168; elsewhere it gained 1 us; H200, 2026-11-30).
@@ -270,54 +277,55 @@ def _fc2_bound(
 
 
 def fc1(
-    x_TH: torch.Tensor, gate_up: tuple[torch.Tensor, ...], bias: tuple[torch.Tensor, ...],
+    x_TH: torch.Tensor, gate_up: tuple[Experts, ...], bias: tuple[Experts, ...],
     weights_TK: torch.Tensor | None, schedule: Schedule, act: Any, *, choices: int, sizes: tuple[int, int],
     gated: bool, halves: str, k_major: bool, tile: Tile,
 ) -> torch.Tensor:  # fmt: skip
     """act_RI [R, I] in x's dtype, rows in sorted order; rows of dropped routes stay unwritten.
 
-    gate_up: one tensor or (first, second), bias likewise or (); weights_TK scales x (spec.weight == "input") or None.
-    `halves` as in spec.HALVES, k_major for [E, G, H], sizes = (H, I), `act` of epilogue(). TMA falls back to addresses
-    where a tensor is not aligned for it.
+    gate_up: one tensor or table, or (first, second), bias likewise or (); weights_TK scales x (spec.weight == "input")
+    or None. `halves` as in spec.HALVES, k_major for [E, G, H], sizes = (H, I), `act` of epilogue(). TMA falls back to
+    addresses where a tensor is not aligned for it, and for tables.
     """
     w, v = gate_up[0], gate_up[-1]
+    w_at, v_at, listed = base(w), base(v), alignment(w, v, *bias)
     strides = x_TH.stride()
     bound, width = _fc1_bound(
         tile, act, choices, sizes, gated, halves, k_major, x_TH.dtype, x_TH.device, strides, w.stride(), v.stride(),
         bias[0].stride(0) if bias else None, None if weights_TK is None else weights_TK.dtype,
-        bool(tile.TMA) and (w.data_ptr() | v.data_ptr()) % 16 == 0,
+        bool(tile.TMA) and not listed and (w_at.data_ptr() | v_at.data_ptr()) % 16 == 0, listed,
     )  # fmt: skip
     out = torch.empty((schedule.R, sizes[1]), dtype=x_TH.dtype, device=x_TH.device)
     arguments = (
         x_TH,
-        _descriptor(w, width, tile.BLOCK_K, k_major) if width else w,
-        _descriptor(v, width, tile.BLOCK_K, k_major) if width else v,
-        bias[0] if bias else x_TH, bias[-1] if bias else x_TH, x_TH if weights_TK is None else weights_TK.contiguous(),
-        out, schedule.plan, strides[0],
+        _descriptor(w_at, width, tile.BLOCK_K, k_major) if width else w_at,
+        _descriptor(v_at, width, tile.BLOCK_K, k_major) if width else v_at,
+        base(bias[0]) if bias else x_TH, base(bias[-1]) if bias else x_TH,
+        x_TH if weights_TK is None else weights_TK.contiguous(), out, schedule.plan, strides[0],
     )  # fmt: skip
     bound((schedule.bound * ceil_div(sizes[1], tile.BLOCK_N), 1), arguments, (schedule.bound,))
     return out
 
 
 def fc2(
-    act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool,
-    tile: Tile,
+    act_RI: torch.Tensor, down: Experts, bias: Experts | None, schedule: Schedule, *, k_major: bool, tile: Tile,
 ) -> torch.Tensor:  # fmt: skip
     """y_RH [R, H] in act's dtype, rows in route order; rows of dropped routes stay unwritten.
 
     k_major: down is [E, H, I], else [E, I, H].
     """
     I, H = act_RI.shape[1], down.shape[1 if k_major else 2]
+    down_at, listed = base(down), alignment(down) if bias is None else alignment(down, bias)
     bound, tma = _fc2_bound(
         tile, I, H, k_major, act_RI.dtype, act_RI.device, down.stride(), None if bias is None else bias.stride(0),
-        bool(tile.TMA) and down.data_ptr() % 16 == 0,
+        bool(tile.TMA) and not listed and down_at.data_ptr() % 16 == 0, listed,
     )  # fmt: skip
     y = torch.empty((schedule.R, H), dtype=act_RI.dtype, device=act_RI.device)
     arguments = (
         act_RI,
         TensorDescriptor.from_tensor(act_RI, [tile.BLOCK_M, tile.BLOCK_K]) if tma else act_RI,
-        _descriptor(down, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down,
-        act_RI if bias is None else bias, y, schedule.plan,
+        _descriptor(down_at, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down_at,
+        act_RI if bias is None else base(bias), y, schedule.plan,
     )  # fmt: skip
     bound((schedule.bound * ceil_div(H, tile.BLOCK_N), 1), arguments, (schedule.bound,))
     return y

@@ -54,7 +54,7 @@ def supports(spec: ExpertsSpec, device: Device) -> Verdict:
     if spec.post != "none":
         return Reject("a norm of each expert's output", f"post={spec.post}")
     if spec.tensors == "listed":
-        return Reject("experts in tensors of their own", "our kernels address one tensor by expert number")
+        return Reject("experts in tensors of their own", "the backward's kernels address one tensor by expert number")
     return triton_available() and triton_supports(spec, device)
 
 

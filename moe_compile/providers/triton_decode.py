@@ -22,6 +22,7 @@ from .triton_grouped import (
     triton_version,
     whole_knobs,
 )
+from .triton_listed import by_table
 from .triton_work import decode_work
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class TritonDecode(Provider):
                 E=E, k_major=down_k_major, rows=rows,
             )  # fmt: skip
 
-        return on_device(run, device)
+        return on_device(by_table(run) if spec.tensors == "listed" else run, device)
 
     def version(self) -> str:
         return triton_version()

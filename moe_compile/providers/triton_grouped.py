@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..hardware import Device, facts
-from ..operands import ExpertWeights
+from ..operands import ExpertWeights, Listed
 from ..spec import ELEMENT_BYTES, ExpertsSpec, torch_dtype
 from ..verdict import OK, Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
+from .triton_listed import alike, by_table
 from .triton_work import grouped_work
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ def triton_supports(spec: ExpertsSpec, device: Device) -> Verdict:
 
     if "f64" in (spec.x, spec.out):
         return Reject("fp64 is not supported", f"x={spec.x} out={spec.out}")
-    if spec.tensors == "listed":
-        return Reject("experts in tensors of their own", "our kernels address one tensor by expert number")
     if spec.E > 4096:
         return Reject("too many experts", f"E={spec.E} is over 4096")
     if device.type == "cpu":
@@ -70,6 +69,8 @@ def triton_version() -> str:
 
 def one_stride_pattern(weights: ExpertWeights) -> Verdict:
     """Our kernels address gate and up by the same strides, which separate tensors need not have."""
+    if isinstance(weights.down, Listed):
+        return alike(weights)
     for pair in (weights.gate_up, weights.gate_up_bias):
         if len(pair) == 2 and pair[0].stride() != pair[1].stride():
             return Reject("gate and up are strided differently", f"{pair[0].stride()} and {pair[1].stride()}")
@@ -95,7 +96,7 @@ class TritonGrouped(Provider):
 
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
         T = max(T, 1)
-        offered = _offered(spec, T * spec.K, active_experts(spec, T), hopper(device))
+        offered = _offered(spec, T * spec.K, active_experts(spec, T), hopper(device) and spec.tensors == "stacked")
         offered = [k for k in offered if _shared_bytes(k, spec) <= shared_limit(device)]
         return [(Tactic.of(**knobs), grouped_work(spec, knobs)) for knobs in offered or [_SMALL]]
 
@@ -134,7 +135,7 @@ class TritonGrouped(Provider):
                 post_scale=packed.post_scale,
             )  # fmt: skip
 
-        return on_device(run, device)
+        return on_device(by_table(run) if spec.tensors == "listed" else run, device)
 
     def version(self) -> str:
         return triton_version()
@@ -172,6 +173,8 @@ def checked_knobs(tactic: Tactic, spec: ExpertsSpec, device: torch.device | Devi
     for name, value in k.items():
         if name[0] in "MNKW" and (value < (1 if name[0] == "W" else 16) or value & (value - 1)):
             raise ValueError(f"triton_grouped: {name}={value} is not a power of two of at least 16 (warps: 1)")
+    if (k["TMA1"] or k["TMA2"]) and spec.tensors == "listed":
+        raise ValueError("triton_grouped: TMA1=1 and TMA2=1 need one tensor of all experts")
     if (k["TMA1"] or k["TMA2"]) and device.type == "cuda" and not hopper(device):
         raise ValueError("triton_grouped: TMA1=1 and TMA2=1 need compute capability 9.0")
     if (need := _shared_bytes(k, spec)) > (most := shared_limit(device)):

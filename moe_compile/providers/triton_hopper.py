@@ -67,6 +67,8 @@ class TritonHopper(Provider):
             return Reject("bf16 and fp16 only", f"x={spec.x}")
         if spec.H % 8 or spec.I % 8:
             return Reject("rows of weights are not whole 16-byte pieces", f"H={spec.H} I={spec.I}")
+        if spec.tensors == "listed":
+            return Reject("experts in tensors of their own", "a tensor descriptor has one address")
         together = spec.gate_up.halves in ("up", "gate_up_interleaved", "up_gate_interleaved")
         if spec.gate_up.storage == "EHG" and not together:
             return Reject("gate and up of a column lie far apart", str(spec.gate_up))

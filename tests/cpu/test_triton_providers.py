@@ -11,6 +11,7 @@ import torch
 from moe_compile import cost
 from moe_compile.activation import Activation
 from moe_compile.hardware import facts, named
+from moe_compile.plan import shortlist
 from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_decode import TritonDecode
 from moe_compile.providers.triton_grouped import TritonGrouped
@@ -78,6 +79,22 @@ def test_decode_reads_a_shared_expert_twice_and_says_so():
     assert decoded.total("launches") == 2
 
 
+def test_experts_in_tensors_of_their_own_cost_what_one_tensor_does_but_for_descriptors():
+    h200 = named("H200")
+    for T in (1, 16, 256, 4096):
+        for provider in BOTH:
+            assert provider.supports(qwen3_30b(tensors="listed"), h200)
+            offered = provider.tactics(qwen3_30b(tensors="listed"), h200, T)
+            assert not any(knobs(t).get("TMA1") or knobs(t).get("TMA2") for t, _ in offered)
+            for tactic, work in offered:
+                assert work == provider.work(tactic, qwen3_30b(), h200)
+        names = ("aten", "triton_decode", "triton_grouped")
+        best = shortlist(qwen3_30b(tensors="listed"), h200, T, names)[0].candidate.provider
+        assert best == ("triton_decode" if T == 1 else "triton_grouped")
+    with pytest.raises(ValueError, match="one tensor of all experts"):
+        TritonGrouped().work(TritonGrouped().tactics(qwen3_30b(), h200, 4096)[0][0], qwen3_30b(tensors="listed"), h200)
+
+
 def test_importing_providers_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
@@ -90,6 +107,4 @@ def test_importing_providers_needs_no_triton():
 
 
 def test_what_the_kernels_do_not_read_is_refused_for_its_reason():
-    for provider in BOTH:
-        assert "experts in tensors of their own" in str(provider.supports(qwen3_30b(tensors="listed"), DEVICE))
     assert "a norm of each expert's output" in str(TritonDecode().supports(qwen3_30b(post="rms"), DEVICE))

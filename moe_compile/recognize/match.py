@@ -118,7 +118,7 @@ def assemble(place: Place, dtype: torch.dtype, parts: Combination, experts: list
     H, I = place.h_out.size, first.i.size
     if any(type(n) is not int or n < 1 for n in (E, H, I)):
         raise Unproved("the experts' sizes are not positive numbers", f"E={E} H={H} I={I}")
-    if parts.guard is not None and parts.guard != (place.ids, E):
+    if parts.guard is not None and not place.beyond(*parts.guard, E):
         raise Unproved(
             "routes are masked by something else than ids beyond the experts", f"{parts.guard}, not {place.ids}, {E}"
         )

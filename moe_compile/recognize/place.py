@@ -97,6 +97,10 @@ class Place:
         elif self.ids is not leaf:
             raise Unproved("the expert ids differ between the linears", f"{role}: {ids!r} and {self.ids!r}")
 
+    def beyond(self, ids: Term, bound: int, E: int) -> bool:
+        """Whether ids >= bound says that a route goes to none of the block's E experts: its ids, as a leaf or as made."""
+        return bound == E and ids in (self.ids, self._ids_term)
+
     def whole(self, leaf: Term, position: Affine, numel: Size, role: str) -> None:
         """The leaf must read its tensor at `position` (row-major), which has `numel` places: all of it."""
         sizes = tuple(sizes_of(leaf))

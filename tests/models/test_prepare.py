@@ -34,11 +34,13 @@ def state(model: nn.Module) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("name", [*PATCHED, "openai_privacy_filter"])
+@pytest.mark.parametrize("name", [*PATCHED, "openai_privacy_filter", "aria"])
 def test_changes_nothing_but_the_forward_and_restore_undoes_it(name: str) -> None:
     model = table.build(name)
     before, keys = state(model), list(model.state_dict())
     expected = [path for path, _ in breaking(model)]
+    if name == "aria" and not expected:
+        pytest.skip("this transformers' aria can be captured as it is")
     report = moe_compile.prepare(model)
     assert expected
     assert [c.module for c in report.changes] == expected

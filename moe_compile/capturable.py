@@ -32,12 +32,12 @@ class Form:
 
 
 def _sorted_rows(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(the routes' order by expert, offsets [E], the ids in that order [R])."""
+    """(the routes' order by expert, offsets [E], whether each sorted route goes to no expert [R, 1])."""
     sorted_ids, order = torch.sort(ids_TK.reshape(-1))
     # a CPU counts floats only, and a GPU counts integers deterministically
     counted = sorted_ids.float() if sorted_ids.device.type == "cpu" else sorted_ids.int()
     counts = torch.histc(counted, bins=E, min=0, max=E - 1)
-    return order, torch.cumsum(counts, dim=0, dtype=torch.int32), sorted_ids
+    return order, torch.cumsum(counts, dim=0, dtype=torch.int32), (sorted_ids >= E).unsqueeze(-1)
 
 
 def _product(rows: Tensor, weight: Tensor, offsets: Tensor, transposed: bool = False) -> Tensor:
@@ -64,9 +64,8 @@ def _stacked(
     second: Callable[[Tensor, Tensor], Tensor],
     E: int,
 ) -> Tensor:
-    """sum_k w * second(first(x)); both take sorted rows and offsets. Ids of E or above name no expert."""
-    order, offsets, sorted_ids = _sorted_rows(ids, E)
-    none = (sorted_ids >= E).unsqueeze(-1)
+    """sum_k w * second(first(x)); both take sorted rows and offsets."""
+    order, offsets, none = _sorted_rows(ids, E)
     rows = hidden[order // ids.shape[-1]].masked_fill(none, 0.0)
     inner = first(rows, offsets).masked_fill(none, 0.0)  # a product leaves those rows unwritten
     y = second(inner, offsets).masked_fill(none, 0.0)
@@ -86,17 +85,6 @@ def gate_up_down(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_we
         return _product(rows, self.down_proj, offsets)
 
     return _stacked(hidden_states, top_k_index, top_k_weights, first, second, self.num_experts)
-
-
-def gate_up_down_biased(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Tensor:
-    """gate_up_proj [E, H, 2I], down_proj [E, I, H], a bias for both; the class' own gate; ids of experts only."""
-    if not torch.compiler.is_compiling():
-        return _own(self, hidden_states, router_indices, routing_weights)
-    order, offsets, ids = _sorted_rows(router_indices, self.num_experts)
-    rows = hidden_states[order // router_indices.shape[-1]]
-    gate_up = _product(rows, self.gate_up_proj, offsets, transposed=True) + self.gate_up_proj_bias[ids]
-    y = _product(self._apply_gate(gate_up), self.down_proj, offsets, transposed=True) + self.down_proj_bias[ids]
-    return _combined(y, routing_weights, order).to(hidden_states.dtype)
 
 
 def with_identities(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -257,11 +245,6 @@ FORMS: dict[str, Form] = {
         forward=with_identities, breaks=_LOOP, reads=("num_routed_experts", "gate_up_proj", "down_proj", "act_fn")
     ),
     "NllbMoeExperts": Form(forward=expert_of_each_slot, breaks=_LOOP, reads=("moe_token_dropout",)),
-    "OpenAIPrivacyFilterExperts": Form(
-        forward=gate_up_down_biased,
-        breaks=_LOOP,
-        reads=("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias", "_apply_gate", "num_experts"),
-    ),
     "Step3p7Experts": Form(
         forward=gate_up_down, breaks=_LOOP, reads=("gate_up_proj", "down_proj", "_apply_gate", "num_experts")
     ),

@@ -98,7 +98,7 @@ class Place:
             raise Unproved("the expert ids differ between the linears", f"{role}: {ids!r} and {self.ids!r}")
 
     def beyond(self, ids: Term, bound: int, E: int) -> bool:
-        """Whether ids >= bound says that a route goes to none of the block's E experts: its ids, as a leaf or as made."""
+        """Whether ids >= bound says that a route goes to none of E experts: the block's ids, as a leaf or as made."""
         return bound == E and ids in (self.ids, self._ids_term)
 
     def whole(self, leaf: Term, position: Affine, numel: Size, role: str) -> None:

@@ -1,9 +1,11 @@
 """The table of families: what becomes of the MoE blocks of each one that transformers has, on tiny random models.
 
 In: families.json (configuration, model class and what is not usual about it). Out: an `Outcome` a family, which
-test_table.py checks, and docs/models.md:
+test_table.py checks, and docs/models.md, written in place by
 
-    python tests/models/table.py > docs/models.md
+    python tests/models/table.py
+
+under the newest transformers, and again under each older one: that adds a section with the rows that differ there.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Iterator
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
+import transformers
 import zoo
 from torch import Tensor, nn
 
@@ -121,13 +124,16 @@ def outcome(name: str, implementation: str | None = None, dynamic: bool = False)
     try:
         model = build(name, implementation)
     except (ImportError, AttributeError) as error:
-        import transformers
-
         return Outcome(absent=f"not in transformers {transformers.__version__}: {error}")
     given = inputs(name, model)
     options = {"moe.inner": "eager", "moe.strict": True, "moe.route": "op", "moe.tune": "off"}
     with torch.no_grad():
-        expected = answer(model(**given))
+        try:
+            expected = answer(model(**given))
+        except TypeError as error:
+            if str(error) != FAMILIES[name].get("fails"):
+                raise
+            return Outcome(absent=f"fails in transformers {transformers.__version__} itself: {error}")
         report = moe_compile.prepare(model)
         with journal.capture() as events:
             run = torch.compile(model, backend=functools.partial(moe_backend, options=options), dynamic=dynamic)
@@ -153,11 +159,12 @@ def outcome(name: str, implementation: str | None = None, dynamic: bool = False)
 
 # --- docs/models.md ---------------------------------------------------------------------------------------------------
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEAD = """# Models
 
 What becomes of the MoE blocks of the model families that transformers {version} has: {families} families and
 {branches} branches of their configurations, as tiny random models in float32, prepared, compiled and compared with
-eager. Written by `python tests/models/table.py > docs/models.md`; `tests/models/test_table.py` holds each line.
+eager. Written by `python tests/models/table.py`; `tests/models/test_table.py` holds each line.
 
 * **blocks**: operator calls in one run, of the MoE blocks that run.
 * **router**: what one `moe_compile::route` computes, or why the router keeps its nodes.
@@ -165,10 +172,32 @@ eager. Written by `python tests/models/table.py > docs/models.md`; `tests/models
 * **prepare**: what [`moe_compile.prepare(model)`](prepare.md) changes, and what of it breaks a graph.
 
 Where attention breaks the graph (qwen4_exp, glm5_next), the layers share the compiled frame that holds the block.
+[Below](#under-transformers-5170) is what an older transformers changes.
 
-| family | blocks | router | experts | prepare |
+"""
+COLUMNS = """| family | blocks | router | experts | prepare |
 |---|---|---|---|---|
 """
+SECTION = """
+## Under transformers {version}
+
+Rows that differ there; each of the other {same} is as above.
+
+"""
+
+
+def rows(section: str) -> dict[str, str]:
+    """The rows of a part of the page, by family."""
+    return {row.split("|")[1].strip(): row for row in section.splitlines() if re.match(r"\| (?!family )", row)}
+
+
+def documented(page: str, version: str) -> dict[str, str]:
+    """What the page says of each family under `version`; nothing where it has no section for it."""
+    first, *others = page.split("\n## Under transformers ")
+    if f"transformers {version} " in first:
+        return rows(first)
+    older = next((o for o in others if o.startswith(f"{version}\n")), None)
+    return {} if older is None else {**rows(first), **rows(older)}
 
 
 def line(name: str, o: Outcome) -> str:
@@ -218,16 +247,31 @@ def _experts(spec: MoESpec) -> str:
     return ", ".join(words)
 
 
-def page() -> Iterator[str]:
-    """All of docs/models.md, as it comes."""
-    import transformers
-
-    branches = sum("branch" in f for f in FAMILIES.values())
-    yield HEAD.format(version=transformers.__version__, families=len(FAMILIES) - branches, branches=branches)
+def written(page: str) -> str:
+    """The page with what the installed transformers says: all of it if no newer one wrote it, else a section."""
+    first, *others = page.split("\n## Under transformers ")
+    version, of = transformers.__version__, re.search(r"transformers (\S+) has", first)
+    lines = {}
     for name in FAMILIES:
-        yield line(name, outcome(name)) + "\n"
+        lines[name] = line(name, outcome(name))
+        print(lines[name], flush=True)
+    own = "".join(f"{row}\n" for row in lines.values())
+    if of is None or _number(version) >= _number(of[1]):
+        branches = sum("branch" in f for f in FAMILIES.values())
+        first = HEAD.format(version=version, families=len(FAMILIES) - branches, branches=branches) + COLUMNS + own
+    else:
+        above = rows(first).values()
+        differing = "".join(f"{row}\n" for row in lines.values() if row not in above)
+        same = len(lines) - differing.count("\n")
+        others = [o for o in others if not o.startswith(f"{version}\n")]
+        section = SECTION.format(version=version, same=same) + COLUMNS + differing
+        others.append(section.removeprefix("\n## Under transformers "))
+    return "\n## Under transformers ".join([first, *others])
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 if __name__ == "__main__":
-    for text in page():
-        print(text, end="", flush=True)
+    DOCS.write_text(written(DOCS.read_text()))

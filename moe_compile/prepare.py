@@ -119,9 +119,8 @@ def breaking(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _form(module: nn.Module) -> Form | None:
-    """Of a class whose own code is the only one it has."""
     cls = type(module)
-    return FORMS.get(cls.__name__) if cls.__module__.startswith("transformers.") and not _chooses(module) else None
+    return FORMS.get(cls.__name__) if cls.__module__.startswith("transformers.") else None
 
 
 def _prepared(module: nn.Module) -> bool:
@@ -131,15 +130,10 @@ def _prepared(module: nn.Module) -> bool:
 
 def _loops(module: nn.Module) -> bool:
     """Whether a module's forward is chosen by its config, which chooses the loop."""
-    if not _chooses(module):
+    if not hasattr(module, "is_concatenated") or not hasattr(module, "config"):  # what the library's decorator sets
         return False
     plain = all(p.is_floating_point() and p.element_size() > 1 for p in module.parameters())
     return plain and _implementation(module) in ("eager", None)
-
-
-def _chooses(module: nn.Module) -> bool:
-    """Whether the library chooses a module's forward by its config."""
-    return hasattr(module, "is_concatenated") and hasattr(module, "config")
 
 
 def _implementation(module: Any) -> str | None:

@@ -3,15 +3,16 @@
 In: geometries and token counts on the command line. Out: tables on stdout, kernels.json under $OUT (or .): sort, fc1,
 fc2 and finalize alone, for each variant of STAGE_VARIANTS. Whole calls and other libraries: `moe-compile bench`.
 Time is the median over interleaved replays of CUDA graphs that run layers with distinct weights (L2 never holds them);
-routing is the softmax of a random linear router over random hidden rows. Kernels are compiled in parallel beforehand.
+weights and routing are suite.py's. Kernels are compiled in parallel beforehand.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -23,25 +24,17 @@ import torch
 import triton
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from moe_compile.activation import Activation, evaluate
+from moe_compile import bench, suite
 from moe_compile.kernels import finalize, grouped, launch, sort
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
+from moe_compile.peers import PEERS
 from moe_compile.providers import triton_grouped
-from moe_compile.spec import ExpertsSpec, Layout, torch_dtype
+from moe_compile.spec import ExpertsSpec, torch_dtype
 
-OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
-OSS = {"gate_up": Layout(storage="EHG", halves="gate_up_interleaved"), "down": "EIH", "bias": "both"}
-GEOMETRIES: dict[str, dict[str, Any]] = {
-    "qwen3_30b": {"E": 128, "K": 8, "H": 2048, "I": 768},
-    "mixtral": {"E": 8, "K": 2, "H": 4096, "I": 14336},
-    "olmoe": {"E": 64, "K": 8, "H": 2048, "I": 1024},
-    "qwen3next": {"E": 512, "K": 10, "H": 2048, "I": 512},
-    "gpt_oss_20b": {"E": 32, "K": 4, "H": 2880, "I": 2880, "act": OAI, **OSS},
-    "dsv3": {"E": 256, "K": 8, "H": 7168, "I": 2048},
-}
-BANDWIDTH, PEAK = 4.8e12, 989e12  # datasheet bytes/s and dense bf16 FLOP/s of an H200
+GEOMETRIES = {name: spec for name, spec in suite.GEOMETRIES.items() if name != "tiny"}
+_seeds = itertools.count()
 
 # (SWAP, TMA, N, K, warps, stages, GROUP_M = 8) of one linear, by rows of a tile
 STAGE_VARIANTS: dict[str, list[tuple[int, ...]]] = {
@@ -61,65 +54,26 @@ STAGE_VARIANTS: dict[str, list[tuple[int, ...]]] = {
 
 
 def spec_of(name: str, **changes: Any) -> ExpertsSpec:
-    fields = {"act": "swiglu", "x": "bf16", "w": "f32", "out": "bf16", **GEOMETRIES[name], **changes}
-    fields["act"] = Activation.parse(fields["act"])
-    return ExpertsSpec(**fields)
+    return dataclasses.replace(GEOMETRIES[name], **changes)
 
 
 def weights_of(spec: ExpertsSpec, device: str, draw: bool = True) -> ExpertWeights:
-    def tensor(*shape: int) -> torch.Tensor:
-        w = torch.empty(shape, dtype=torch_dtype(spec.x), device=device)
-        return w.normal_(0, 0.02) if draw else w
-
-    *first, down = (tensor(*s) for s in spec.weight_shapes())
-    bias = tuple(tensor(spec.E, spec.G) for _ in first) if spec.has_gate_up_bias else ()
-    down_bias = tensor(spec.E, spec.H) if spec.has_down_bias else None
-    return ExpertWeights(gate_up=tuple(first), down=down, gate_up_bias=bias, down_bias=down_bias)
+    """Other random weights with each call; draw: else whatever is in memory, to compile for."""
+    if draw:
+        return suite.weights_of(spec, torch.device(device), next(_seeds))
+    lists = [[torch.empty(s, dtype=torch_dtype(spec.x), device=device) for s in some] for some in spec.operand_shapes()]
+    return ExpertWeights.of(spec, *lists)
 
 
-def tokens_of(spec: ExpertsSpec, T: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    x = torch.randn(T, spec.H, device="cuda", dtype=torch.float32).to(torch_dtype(spec.x))
-    router = torch.randn(spec.E, spec.H, device="cuda") * 0.02
-    weights, ids = torch.softmax(x.float() @ router.T, -1).topk(spec.K, -1)
-    return x, ids, (weights / weights.sum(-1, keepdim=True)).to(torch_dtype(spec.w))
+def tokens_of(spec: ExpertsSpec, T: int) -> tuple[torch.Tensor, ...]:
+    """Other random tokens with each call."""
+    return suite.tokens_of(spec, T, torch.device("cuda"), next(_seeds))
 
 
-def torch_path(spec: ExpertsSpec, x, ids, weights, p: ExpertWeights) -> torch.Tensor:
+def torch_path(spec: ExpertsSpec, x: Any, ids: Any, weights: Any, p: ExpertWeights) -> torch.Tensor:
     """argsort, two torch._grouped_mm, activation in x's dtype, weighted sum."""
-    order = ids.view(-1).argsort(stable=True)
-    experts = ids.view(-1)[order]
-    ends = torch.searchsorted(experts, torch.arange(1, spec.E + 1, device=x.device)).int()
-    first = p.gate_up[0].transpose(1, 2) if spec.gate_up.storage == "EGH" else p.gate_up[0]
-    down = p.down.transpose(1, 2) if spec.down == "EHI" else p.down
-    h = torch._grouped_mm(x[order // spec.K], first, offs=ends)
-    if p.gate_up_bias:
-        h = h + p.gate_up_bias[0][experts]
-    gate, up = (h[:, ::2], h[:, 1::2]) if spec.gate_up.halves.endswith("interleaved") else h.chunk(2, -1)
-    y = torch._grouped_mm(evaluate(spec.act.expr, gate, up), down, offs=ends)
-    if p.down_bias is not None:
-        y = y + p.down_bias[experts]
-    y = y * weights.view(-1, 1)[order]
-    out = torch.empty_like(y)
-    out[order] = y
-    return out.view(x.shape[0], spec.K, spec.H).sum(1).to(x.dtype)
-
-
-def exact_rows(spec: ExpertsSpec, rows: list[int], x, ids, weights, p: ExpertWeights) -> torch.Tensor:
-    """The spec's meaning in fp64 for some tokens."""
-    k_major = spec.gate_up.storage == "EGH"
-    gate, up = grouped.gate_and_up(p.gate_up, spec.gate_up.halves, 1 if k_major else 2)
-    gate_bias, up_bias = grouped.gate_and_up(p.gate_up_bias, spec.gate_up.halves, 1) if p.gate_up_bias else (None, None)
-
-    def linear(a, w, b, e, rows_first):
-        y = (w[e].double() if rows_first else w[e].double().T) @ a
-        return y if b is None else y + b[e].double()
-
-    out = torch.zeros(len(rows), spec.H, dtype=torch.float64, device=x.device)
-    for i, t in enumerate(rows):
-        for k, e in enumerate(ids[t].tolist()):
-            a = x[t].double()
-            h = evaluate(spec.act.expr, linear(a, gate, gate_bias, e, k_major), linear(a, up, up_bias, e, k_major))
-            out[i] += weights[t, k].double() * linear(h, p.down, p.down_bias, e, spec.down == "EHI")
+    run: Any = PEERS["torch._grouped_mm"](spec, x.device)
+    out: torch.Tensor = run(x, ids, weights, p)
     return out
 
 
@@ -188,46 +142,18 @@ def compile_all(jobs: list[Any]) -> set[Any]:
 
 
 class Timer:
-    """Medians of interleaved graph replays, in us for each layer."""
-
-    def capture(self, calls: list[Any]) -> Any:
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            for call in calls:
-                call()
-        return graph
+    """bench.py's protocol; what can't run is reported and left out."""
 
     def medians(self, variants: dict[str, list[Any]], rounds: int = 20) -> dict[str, tuple[float, float]]:
-        """{name: (median us a call, relative spread of the middle half)}; what fails is reported and left out."""
-        self.pool = torch.cuda.graph_pool_handle()  # a pool ends with the last of its graphs
-        graphs: dict[str, tuple[Any, int]] = {}
+        """{name: (median us a call, spread)}: half the distance between the quartiles, over the median."""
+        pool, graphs = torch.cuda.graph_pool_handle(), {}
         for name, calls in variants.items():
             try:
-                graphs[name] = self.capture(calls), len(calls)
-            except (triton.TritonError, RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as e:
+                graphs[name] = bench.capture(calls, pool)
+            except (triton.TritonError, RuntimeError, ValueError) as e:
                 print("  FAILED", name, type(e).__name__, str(e)[:200], flush=True)
-        times: dict[str, list[float]] = {name: [] for name in graphs}
-        for r in range(rounds + 2):
-            torch.cuda._sleep(1_000_000)  # so that the queue never runs dry
-            marks = []
-            for name, (graph, n) in graphs.items():
-                a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                a.record()
-                graph.replay()
-                b.record()
-                marks.append((name, a, b, n))
-            torch.cuda.synchronize()
-            if r >= 2:
-                for name, a, b, n in marks:
-                    times[name].append(1000 * a.elapsed_time(b) / n)
-        out = {}
-        for name, t in times.items():
-            t.sort()
-            out[name] = statistics.median(t), (t[3 * len(t) // 4] - t[len(t) // 4]) / statistics.median(t)
-        return out
+        times = bench.compare_captured(graphs, rounds=rounds)
+        return {name: (1e6 * t.median, t.spread) for name, t in times.items()}
 
 
 def stage(kind: str, spec: ExpertsSpec, M: int, variant: tuple[int, ...], x: torch.Tensor, schedule, p) -> Any:
@@ -291,11 +217,6 @@ def time_stages(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeigh
         rows.append({"geometry": name, "T": T, "stages": {k: round(v[0], 2) for k, v in us.items()}})
         del calls
     return rows
-
-
-def limit_us(spec: ExpertsSpec, ids: torch.Tensor) -> float:
-    size = spec.H * (spec.G + spec.I)
-    return 1e6 * max(len(ids.unique()) * size * 2 / BANDWIDTH, 2 * ids.numel() * size / PEAK)
 
 
 def main() -> None:

@@ -24,13 +24,14 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from gpu_kernels import GEOMETRIES, Timer, error, exact_rows, spec_of, tokens_of, torch_path, weights_of
+from gpu_kernels import GEOMETRIES, Timer, error, spec_of, tokens_of, torch_path, weights_of
 
 from moe_compile import ops as _registered  # noqa: F401  (the operator)
 from moe_compile.hardware import facts
 from moe_compile.operands import ExpertWeights
 from moe_compile.providers import Candidate, copied_bytes, providers
 from moe_compile.spec import ExpertsSpec
+from moe_compile.suite import exact
 
 LAYERS, ROUNDS, ROWS = 2, 15, 16
 START = time.time()
@@ -64,7 +65,7 @@ def cell(spec: ExpertsSpec, T: int, layers: list[ExpertWeights], timer: Timer) -
     device = torch.device("cuda", 0)
     tokens = [tokens_of(spec, T) for _ in layers]
     rows = torch.linspace(0, T - 1, min(T, ROWS)).round().long().unique().tolist()
-    truth = exact_rows(spec, rows, *tokens[0], layers[0])
+    truth = exact(spec, rows, tokens[0], layers[0])
     result: dict[str, Any] = {"T": T, "refused": {}, "error": {}, "picks": {}, "first_s": {}}
     result["error"]["torch._grouped_mm"] = error(torch_path(spec, *tokens[0], layers[0])[rows], truth)
     calls = {"torch._grouped_mm": [lambda i=i, p=p: torch_path(spec, *i, p) for i, p in zip(tokens, layers)]}

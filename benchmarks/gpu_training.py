@@ -54,7 +54,6 @@ VARIANTS: dict[str, list[tuple[int, ...]]] = {
 }  # fmt: skip
 VARIANTS["dgate_up whole"] = VARIANTS["ddown whole"]
 VARIANTS["dgate_up"] = VARIANTS["ddown"]
-GEOMETRY = {name: gpu_kernels.GEOMETRIES[name] for name in ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b")}
 
 
 def tile_of(v: tuple[int, ...]) -> Tile:

@@ -25,18 +25,19 @@ from typing import Any
 
 import torch
 
-from . import bench, reference
+from . import bench
 from .bench import Timing
 from .hardware import facts
-from .operands import ExpertWeights, Listed
+from .operands import ExpertWeights
 from .peers import PEERS, Run
 from .plan import SHORT_LIST, plan_experts, shortlist
 from .providers import Unserved, copied_bytes, launcher, providers
 from .spec import ExpertsSpec, torch_dtype
-from .suite import GEOMETRIES, limit, tokens_of, weights_of
+from .suite import GEOMETRIES, exact, limit, tokens_of, weights_of
 from .tune import faults
 from .verdict import Reject
 
+ENDS = [0, -1]  # rows that are checked
 Makers = Mapping[str, Callable[[], Any]]  # builders of a Run, by the names of their tactics
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sonic-moe")
 
@@ -145,14 +146,14 @@ class Contest:
         """Every contender for T tokens, checked and timed."""
         stack = self._weights(self._fitting())
         inputs = [tokens_of(self.spec, T, self.device, 1000 + i) for i in range(len(stack))]
-        exact = _exact(self.spec, inputs[0], stack[0])
+        truth = exact(self.spec, ENDS, inputs[0], stack[0])
         failed: dict[str, str] = {}
         fastest: dict[str, tuple[str, Any]] = {}
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for name, made in self._contenders(T, failed).items():
             ready: dict[str, Any] = {}
             for label, make in made.items():
-                got = self._ready(make, inputs, stack, exact, pool)
+                got = self._ready(make, inputs, stack, truth, pool)
                 if isinstance(got, Reject):
                     failed[name] = str(got)
                 else:
@@ -196,14 +197,14 @@ class Contest:
         return max(len(self._stack), min(self.layers, int(0.85 * free / one)), 1)
 
     def _ready(
-        self, make: Callable[[], Any], inputs: Sequence[Any], stack: Sequence[ExpertWeights], exact: torch.Tensor,
+        self, make: Callable[[], Any], inputs: Sequence[Any], stack: Sequence[ExpertWeights], truth: torch.Tensor,
         pool: Any,
     ) -> Any:  # fmt: skip
         """What `_time` takes of a contender, or a Reject."""
         run = _attempt(make)
         if isinstance(run, Reject):
             return run
-        if isinstance(wrong := _differs(self.spec, run, inputs[0], stack[0], exact), Reject):
+        if isinstance(wrong := _differs(self.spec, run, inputs[0], stack[0], truth), Reject):
             return wrong
         calls = [partial(run, *i, w) for i, w in zip(inputs, stack)]
         if pool is None:
@@ -232,34 +233,15 @@ def _attempt(make: Callable[[], Any]) -> Any:
         return Reject(type(failure).__name__, " ".join(str(failure).split())[:200])
 
 
-def _differs(spec: ExpertsSpec, run: Run, inputs: Any, weights: ExpertWeights, exact: torch.Tensor) -> Any:
+def _differs(spec: ExpertsSpec, run: Run, inputs: Any, weights: ExpertWeights, truth: torch.Tensor) -> Any:
     """Ok where `run` agrees with fp64 on the first and last token, to four roundings of the dtype."""
     x, ids, w = inputs
-    got = _attempt(lambda: run(x, ids, w, weights)[[0, -1]].double())
+    got = _attempt(lambda: run(x, ids, w, weights)[ENDS].double())
     if isinstance(got, Reject):
         return got
-    error = float((got - exact).norm() / exact.norm())
+    error = float((got - truth).norm() / truth.norm())
     bound = 4 * torch.finfo(torch_dtype(spec.x)).eps
     return error <= bound or Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
-
-
-def _exact(spec: ExpertsSpec, inputs: Any, weights: ExpertWeights) -> torch.Tensor:
-    """The first and last token in fp64."""
-    x, ids, w = inputs
-    rows = [0, x.shape[0] - 1]
-    used, small = ids[rows].unique(return_inverse=True)
-    some = dataclasses.replace(spec, E=len(used))
-    few = ExpertWeights(
-        gate_up=tuple(_pick(t, used) for t in weights.gate_up), down=_pick(weights.down, used),
-        gate_up_bias=tuple(_pick(t, used) for t in weights.gate_up_bias),
-        down_bias=None if weights.down_bias is None else _pick(weights.down_bias, used),
-    )  # fmt: skip
-    return reference.experts(reference.exact(some), x[rows].double(), small, w[rows].double(), few)
-
-
-def _pick(w: Any, experts: torch.Tensor) -> torch.Tensor:
-    tensors = w.tensors if isinstance(w, Listed) else w
-    return torch.stack([tensors[e] for e in experts.tolist()]).double()
 
 
 def record(done: Sequence[Cell], device: torch.device) -> dict[str, Any]:

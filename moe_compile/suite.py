@@ -6,11 +6,16 @@ bandwidth, FLOP / peak), from the datasheet (hardware.py).
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
+from . import reference
 from .activation import Activation
 from .hardware import facts
-from .operands import ExpertWeights
+from .operands import ExpertWeights, Listed
 from .spec import ExpertsSpec, Layout, torch_dtype
 
 OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
@@ -59,3 +64,23 @@ def limit(spec: ExpertsSpec, ids: torch.Tensor) -> float:
     size = torch_dtype(spec.x).itemsize
     active = len(torch.unique(ids))
     return max(active * each * size / device.bandwidth, 2 * ids.numel() * each / device.flop_rate(spec.x))
+
+
+def exact(
+    spec: ExpertsSpec, rows: Sequence[int], inputs: Sequence[torch.Tensor], weights: ExpertWeights
+) -> torch.Tensor:
+    """The spec's meaning in fp64, of some rows of `inputs` (tokens_of); only their experts are widened."""
+    x, ids, w = (t[list(rows)] for t in inputs)
+    used, small = torch.unique(ids, return_inverse=True)
+    some = dataclasses.replace(spec, E=len(used))
+    few = ExpertWeights(
+        gate_up=tuple(_pick(t, used) for t in weights.gate_up), down=_pick(weights.down, used),
+        gate_up_bias=tuple(_pick(t, used) for t in weights.gate_up_bias),
+        down_bias=None if weights.down_bias is None else _pick(weights.down_bias, used),
+    )  # fmt: skip
+    return reference.experts(reference.exact(some), x.double(), small, w.double(), few)
+
+
+def _pick(w: Any, experts: torch.Tensor) -> torch.Tensor:
+    tensors = w.tensors if isinstance(w, Listed) else w
+    return torch.stack([tensors[e] for e in experts.tolist()]).double()

@@ -62,6 +62,7 @@ class FlashInfer(Provider):
     absent: ClassVar[int] = -1  # the id of a slot to leave out
     most_tokens: ClassVar[int] = fi.CEILING
     modules: ClassVar[tuple[str, ...]] = ("trtllm_utils",)
+    remedy: ClassVar[str] = ""  # how to get what its runner's check finds missing
     packages: ClassVar[tuple[tuple[str, tuple[int, ...]], ...]] = ()
     any_size: ClassVar[bool] = False  # a tactic that was tuned for one token count serves every other
     fused: ClassVar[bool] = False  # the second linear sums experts itself: in the output's dtype, in no fixed order
@@ -130,7 +131,7 @@ class FlashInfer(Provider):
         try:
             self._make_runner(spec, device)
         except (NotImplementedError, ValueError, RuntimeError, ImportError, OSError) as error:
-            return Reject("FlashInfer refuses", str(error))
+            return Reject("FlashInfer refuses", "; ".join(filter(None, (str(error), self.remedy))))
         return OK
 
     def reads_any(self, spec: ExpertsSpec) -> bool:

@@ -111,6 +111,7 @@ def config(spec: ExpertsSpec, act: Any, backend: Any) -> Any:
 _BUILDS: dict[str, tuple[str, str, str]] = {
     "moe_utils": ("fused_moe.cute_dsl.moe_utils", "gen_moe_utils_module", "about 10 minutes and a download"),
     "trtllm_utils": ("tllm_utils", "gen_trtllm_utils_module", "7 seconds"),
+    "trtllm_moe": ("fused_moe.core", "gen_trtllm_gen_fused_moe_sm100_module", "a download"),
 }
 _FUSED_MOE = {110: 100, 107: 100, 121: 120}  # architectures that share another's module (fused_moe/core.py)
 
@@ -125,10 +126,12 @@ def built(name: str, arch: int) -> Verdict:
         name = f"fused_moe_{arch}"
     else:
         place, generator, effort = _BUILDS[name]
-    call = f"import flashinfer.{place} as m; m.{generator}().build_and_load()"
+    options = {"enable_rubin": True} if name == "trtllm_moe" and arch == 107 else {}
+    given = ", ".join(f"{k}={v}" for k, v in options.items())
+    call = f"import flashinfer.{place} as m; m.{generator}({given}).build_and_load()"
     how = f'pip install flashinfer-jit-cache, or once: python -c "{call}"'
     try:
-        made = getattr(module(place), generator)()
+        made = getattr(module(place), generator)(**options)
         if getattr(made, "is_compiled", True):
             return OK
         if name == "trtllm_utils":  # without its delay kernel the tuner skips every tactic, silently

@@ -207,6 +207,7 @@ class CuTile(ThroughRunner):
     absent = 0  # MoEActivationPack: negative ids are undefined behaviour for it
     any_size = True
     packages = (("cuda-tile", (1, 4)),)
+    remedy = 'pip install "cuda-tile[tileiras]"'
 
     def compiles(self, T: int) -> int:
         return T  # kernels are specialized on what sizes are divisible by (runners.py, _precompile_bucket_variants)
@@ -222,6 +223,7 @@ class Cudnn(ThroughRunner):
     config, runner = "CudnnGroupedGemmBf16Config", "fused_moe.runners:CudnnGroupedGemmBf16Runner"
     modules = ("trtllm_utils", "moe_utils")
     packages = (("nvidia-cudnn-frontend", (1, 32)),)
+    remedy = 'pip install "nvidia-cudnn-cu13>=9.21"'
     limits = (
         NO_BIAS,
         (lambda s: s.H % 8 == 0 and s.I % 8 == 0, "H and I must be multiples of 8 (CudnnGroupedGemmBf16Config)"),

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..operands import ExpertWeights, canonical
 from ..spec import ExpertsSpec
-from ..verdict import Reject, Verdict
+from ..verdict import OK, Reject, Verdict
 from . import flashinfer_api as fi
 from .flashinfer import FlashInfer, Limit, Ready
 from .flashinfer_backends import NO_BIAS, ThroughRunner
@@ -73,6 +74,7 @@ class Trtllm(ThroughRunner):
     name = "flashinfer_trtllm_routed"
     config, runner = "TrtllmBf16Config", "fused_moe.runners:TrtllmBf16RoutedRunner"
     stored = BlockMajor()
+    modules = ("trtllm_utils", "trtllm_moe")
     limits: ClassVar[tuple[Limit, ...]] = (
         NO_BIAS,
         (
@@ -105,6 +107,13 @@ class PrimsTs(Trtllm):
     name = "flashinfer_prims_ts"
     config, runner = "PrimsTsConfig", "fused_moe.runners:PrimsTsRunner"
     packages = (("nvidia-cutlass-dsl", (4, 8)),)
+    limits = (
+        *Trtllm.limits,
+        (lambda s: s.I % 128 == 0, "I must be a multiple of 128 (runners.py, PrimsTsRunner._check_support)"),
+    )
+
+    def on_arch(self, spec: ExpertsSpec, arch: int) -> Verdict:
+        return super().on_arch(spec, arch) and _listed(spec, arch)
 
 
 class CuteDsl(ThroughRunner):
@@ -112,6 +121,17 @@ class CuteDsl(ThroughRunner):
 
     name = "flashinfer_cute_dsl"
     config, runner = "CuteDslConfig", "fused_moe.runners:CuteDslRunner"
+
+
+@lru_cache(256)
+def _listed(spec: ExpertsSpec, arch: int) -> Verdict:
+    """Prims-TS's own list of pairs of kernels, for one token."""
+    pairs = fi.module("prims_ts.moe.config_mapper").valid_prims_ts_bf16_moe_tactics(
+        sm_arch=arch, activation_type=int(fi.activation(spec).type), num_tokens=1, top_k=spec.K,
+        num_local_experts=spec.E, num_experts=spec.E,
+        weight_layout=int(fi.module("tllm_enums").WeightLayout.BlockMajorK),
+    )  # fmt: skip
+    return OK if pairs else Reject("no kernel in its list", f"of Prims-TS for sm_{arch} and {spec.act.name}")
 
 
 def blackwell() -> tuple[FlashInfer, ...]:

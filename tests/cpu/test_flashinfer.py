@@ -34,6 +34,7 @@ H200 = named("H200")
 INSTALLED = bool(fi.installed()) and importlib.util.find_spec("flashinfer") is not None
 needs_flashinfer = pytest.mark.skipif(not INSTALLED, reason="flashinfer is not installed")
 OAI = "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))"
+FROST = "fused_moe.backends.cudnn_frost"
 QWEN3 = ExpertsSpec(E=128, K=8, H=2048, I=768, act=Activation.parse("swiglu"))
 OURS = [name for name in providers() if name.startswith(("flashinfer", "cudnn_frost"))]
 
@@ -150,6 +151,8 @@ REFUSED = [
     ("flashinfer_trtllm_routed", replace(QWEN3, E=576), 100, "outside its limits"),
     ("flashinfer_trtllm", QWEN3, 100, "routes from logits"),
     ("flashinfer_prims_ts", replace(QWEN3, I=800), 100, "outside its limits"),
+    ("flashinfer_prims_ts", replace(QWEN3, I=832), 100, "outside its limits"),
+    ("flashinfer_prims_ts", replace(QWEN3, E=576), 103, "outside its limits"),
     ("flashinfer_cute_dsl", QWEN3, 100, "weight format"),
     ("cudnn_frost_bf16", with_act(OAI), 107, "activation"),
     ("cudnn_frost_bf16", replace(QWEN3, I=800), 107, "outside its limits"),
@@ -195,9 +198,20 @@ def test_activations_are_the_librarys(text, expected):
 
 
 @needs_flashinfer
-def test_frost_lists_its_kernels():
-    assert providers()["cudnn_frost_bf16"].on_arch(QWEN3, 120)
-    assert providers()["cudnn_frost_bf16"].on_arch(QWEN3, 90).reason == "not on this architecture"
+def test_a_catalog_without_kernels_is_a_refusal(monkeypatch):
+    """Frost and Prims-TS are asked for their kernels."""
+    from moe_compile.providers import flashinfer_trtllm, frost
+
+    for module in (flashinfer_trtllm, frost):
+        module._listed.cache_clear()
+    mapper, moe = fi.module("prims_ts.moe.config_mapper"), fi.module(f"{FROST}.bf16.moe")
+    monkeypatch.setattr(mapper, "valid_prims_ts_bf16_moe_tactics", lambda **given: [])
+    monkeypatch.setattr(moe, "_matching_kernels", lambda *given: ((), ("one",)))
+    assert providers()["flashinfer_prims_ts"].on_arch(QWEN3, 103).reason == "no kernel in its list"
+    verdict = providers()["cudnn_frost_bf16"].on_arch(QWEN3, 120)
+    assert str(verdict) == "no kernel in its catalog: 0 for the first linear, 1 for the second"
+    for module in (flashinfer_trtllm, frost):
+        module._listed.cache_clear()
 
 
 # What must be built
@@ -219,17 +233,21 @@ def spec_of(compiled: bool, builds: object = None):
         ("moe_utils", spec_of(False), "FlashInfer's kernels aren't built", "pip install flashinfer-jit-cache"),
         ("moe_utils", OSError("no route to host"), "FlashInfer can't build a module", "no route to host"),
         ("trtllm_utils", spec_of(False), None, ""),
+        ("trtllm_moe", spec_of(False), "FlashInfer's kernels aren't built", "trtllm_moe takes a download and nvcc"),
         ("trtllm_utils", spec_of(False, RuntimeError("Could not find nvcc\nhint")),
          "FlashInfer can't build a module", "trtllm_utils: Could not find nvcc;"),
     ],
 )  # fmt: skip
 def test_modules_that_are_not_built_say_how(monkeypatch, fresh, module, made, reason, says):
-    def generate():
+    def generate(**options):
         if isinstance(made, Exception):
             raise made
         return made
 
-    names = ("gen_cutlass_fused_moe_sm90_module", "gen_moe_utils_module", "gen_trtllm_utils_module")
+    names = (
+        "gen_cutlass_fused_moe_sm90_module", "gen_moe_utils_module", "gen_trtllm_utils_module",
+        "gen_trtllm_gen_fused_moe_sm100_module",
+    )  # fmt: skip
     monkeypatch.setattr(fi, "module", lambda name: SimpleNamespace(**dict.fromkeys(names, generate)))
     verdict = fi.built(module, 90)
     if reason is None:
@@ -237,6 +255,15 @@ def test_modules_that_are_not_built_say_how(monkeypatch, fresh, module, made, re
     else:
         assert verdict.reason == reason
         assert says in verdict.detail and "python -c" in verdict.detail
+
+
+def test_a_module_is_built_for_the_architecture(monkeypatch, fresh):
+    asked = []
+    made = lambda **options: (asked.append(options), spec_of(False))[1]
+    monkeypatch.setattr(fi, "module", lambda name: SimpleNamespace(gen_trtllm_gen_fused_moe_sm100_module=made))
+    assert "module().build" in fi.built("trtllm_moe", 100).detail
+    assert "module(enable_rubin=True).build" in fi.built("trtllm_moe", 107).detail
+    assert asked == [{}, {"enable_rubin": True}]
 
 
 def test_packages_that_a_backend_needs(monkeypatch):
@@ -258,9 +285,9 @@ def test_what_the_library_says_on_a_device_is_passed_on(monkeypatch, fresh):
     def refuses(*args):
         raise NotImplementedError("Frost FMA requires top_k <= 32")
 
-    backend._make_runner = refuses
+    backend._make_runner, backend.remedy = refuses, "pip install something"
     verdict = backend.supports(QWEN3, H200)
-    assert str(verdict) == "FlashInfer refuses: Frost FMA requires top_k <= 32"
+    assert str(verdict) == "FlashInfer refuses: Frost FMA requires top_k <= 32; pip install something"
     assert backend.supports(QWEN3, named("cpu")).reason == "not a CUDA device"
 
 
@@ -505,8 +532,14 @@ def test_the_named_tactics_are_valid():
 # What the library checks itself
 
 
+PACKED = [
+    "flashinfer_cutlass", "flashinfer_frost_low_latency", "flashinfer_cutile", "flashinfer_cudnn",
+    "flashinfer_trtllm_routed", "flashinfer_prims_ts", "cudnn_frost_bf16",
+]  # fmt: skip
+
+
 @needs_flashinfer
-@pytest.mark.parametrize("name", ["flashinfer_cutlass", "flashinfer_frost_low_latency", "flashinfer_trtllm_routed"])
+@pytest.mark.parametrize("name", PACKED)
 def test_packs_pass_the_librarys_checks(name):
     backend = providers()[name]
     ready = flashinfer.Ready(spec=SMALL, device=CPU, act=fi.activation(SMALL), runner=backend._runner_class())
@@ -561,6 +594,29 @@ def test_the_low_latency_kernels_compile_for_every_architecture(arch, tmp_path):
     made = cute.compile(runtime.launch, *fakes, 1, 4, "swiglu", True, None, False, True, stream, options=options)
     made.export_to_c(str(tmp_path / "kernels.o"), function_name="kernels")
     assert (tmp_path / "kernels.o").stat().st_size > 10_000
+
+
+@needs_flashinfer
+@pytest.mark.parametrize(("arch", "smem"), [("sm_107a", 227 << 10), ("sm_120a", 99 << 10)])
+def test_frosts_kernels_compile(arch, smem, tmp_path, monkeypatch):
+    """The first of its catalog for each linear, as it binds them to a device of so much shared memory a block."""
+    pytest.importorskip("cutlass")
+    monkeypatch.setenv("CUTE_DSL_ARCH", arch)
+    moe, device, compiler = (fi.module(f"{FROST}.{name}") for name in ("bf16.moe", "device", "compiler"))
+    facts = device.DeviceFacts(arch, smem, 128 << 20, tuple(148 // n for n in range(1, 17)))
+    roots = fi.module(f"{FROST}.bf16.runtime")._artifact_roots()
+    for linear in moe._matching_kernels(roots, arch, QWEN3.K, QWEN3.H, QWEN3.I, QWEN3.E, "swiglu"):
+        kernel = getattr(linear[0], "original", linear[0])
+        recipe, _ = device.specialize_parameters(kernel.source_parameters, facts)
+        path, _ = fi.module(f"{FROST}.source_template").materialize_source(kernel.template_path, recipe)
+        source = importlib.util.spec_from_file_location("frost_kernel", path)
+        module = importlib.util.module_from_spec(source)
+        monkeypatch.setitem(sys.modules, "frost_kernel", module)
+        source.loader.exec_module(module)
+        made = compiler.compile_module(module, arch, "")
+        made.export_to_c(str(tmp_path / "kernel.o"), function_name="kernel")
+        assert (tmp_path / "kernel.o").stat().st_size > 10_000
+        (tmp_path / "kernel.o").unlink()
 
 
 # What `moe-compile explain --thiek` says

@@ -7,7 +7,7 @@ where the table doesn't know it. The table only names; what an operation means i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.fx
 import torch.nn.functional as F
-
-from .nodes import storage
 
 _MISSING = object()
 
@@ -198,12 +196,12 @@ def _spellings() -> tuple[dict[Any, _Spelling], dict[str, _Spelling]]:
     functions[torch.ops.aten._softmax] = _Spelling("softmax", ("input", "dim", "half_to_float"))
     functions[F.gelu] = _Spelling("gelu", ("input", "approximate"))
     functions[torch.square] = _Spelling("square", ("input",))
-    for target, op in _OPERATORS.items():
-        functions[target] = _Spelling(op, tuple(_TABLE[op][0].split()))
-    for target, op in _INPLACE_OPERATORS.items():
-        functions[target] = _Spelling(op, tuple(_TABLE[op][0].split()), inplace=True)
-    functions[operator.getitem] = _Spelling("getitem", ("input", "index"))
-    functions[operator.setitem] = _Spelling("setitem", ("input", "index", "value"), inplace=True)
+    for inplace, table in ((False, _OPERATORS), (True, _INPLACE_OPERATORS)):
+        for target, op in table.items():
+            spelling = _Spelling(op, tuple(_TABLE[op][0].split()), inplace=inplace)
+            functions[target] = methods[dunder(target)] = spelling
+    functions[operator.getitem] = methods["__getitem__"] = _Spelling("getitem", ("input", "index"))
+    functions[operator.setitem] = methods["__setitem__"] = _Spelling("setitem", ("input", "index", "value"), (), True)
     functions[torch._grouped_mm] = _Spelling("grouped_mm", ("input", "weight", "offs", "bias", "out_dtype"))
     functions[torch.ops.aten.slice] = _Spelling("slice", ("input", "dim", "start", "end", "step"))
     functions[torch.ops.aten.sym_size] = _Spelling("size", ("input", "dim"))
@@ -211,6 +209,11 @@ def _spellings() -> tuple[dict[Any, _Spelling], dict[str, _Spelling]]:
     methods["copy_"] = functions[torch.Tensor.copy_]
     methods["where"] = _Spelling("where", ("input", "condition", "other"))  # the method's self is the second argument
     return functions, methods
+
+
+def dunder(target: Any) -> str:
+    """The method that an operator calls: __iadd__ of operator.iadd."""
+    return f"__{target.__name__.strip('_')}__"
 
 
 _BY_QUALIFIED_NAME = {"transformers::grouped_mm_fallback": _Spelling("grouped_mm", ("input", "weight", "offs"))}
@@ -280,119 +283,3 @@ def _bind(spelling: _Spelling, args: Iterable[Any], kwargs: dict[str, Any]) -> d
             return None
         bound[name] = value
     return bound
-
-
-def mutated_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
-    """The argument nodes whose memory `node` may write; every tensor argument where we can't know.
-
-    Known operations say so themselves; ATen and custom operators by their schema; other callables are assumed to
-    write everything they are given, except functions of torch whose name doesn't end in "_".
-    """
-    return _mutated(node, canonical(node))
-
-
-def _mutated(node: torch.fx.Node, call: Call | None) -> tuple[Any, ...]:
-    if call is not None:
-        return (call.get(call.mutates),) if call.mutates else ()
-    if node.op not in ("call_function", "call_method", "call_module"):
-        return ()
-    out = node.kwargs.get("out")
-    written: list[Any] = (
-        [out] if isinstance(out, torch.fx.Node) else list(out) if isinstance(out, (tuple, list)) else []
-    )
-    if node.kwargs.get("inplace") is True and node.args:
-        written.append(node.args[0])
-    target: Any = node.target
-    if node.op == "call_method":
-        return (node.args[0], *written) if target.endswith("_") and not target.endswith("__") else tuple(written)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        target = target.default if hasattr(target, "default") else None
-    if isinstance(target, torch._ops.OpOverload):
-        schema = target._schema
-        for position, argument in enumerate(schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-                written.extend(value if isinstance(value, (tuple, list)) else [value])
-        return tuple(written)
-    if node.op == "call_function" and _is_torch_function(target):
-        name = getattr(target, "__name__", "")
-        if name.startswith("_") and name.endswith("_") and not name.endswith("__"):
-            return tuple(node.all_input_nodes)  # torch._foreach_add_ writes a list
-        return (node.args[0], *written) if name.endswith("_") and node.args else tuple(written)
-    return tuple(node.all_input_nodes)
-
-
-def _is_torch_function(target: Callable[..., Any]) -> bool:
-    """Plain functions of torch, which write nothing unless their name says so; not higher-order operators."""
-    module = getattr(target, "__module__", None) or ""
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return False
-    builtin = getattr(torch, getattr(target, "__name__", ""), None) is target
-    return builtin or module in (
-        "torch",
-        "torch._C._nn",
-        "torch.nn.functional",
-        "torch.functional",
-        "math",
-        "_operator",
-        "builtins",
-        "torch._C",
-        "torch.special",
-        "torch._C._linalg",
-        "torch._C._fft",
-    )
-
-
-class Writes:
-    """Who writes which memory of a graph, indexed once: the questions of every region cost what the region costs.
-
-    `position`: each node's place in program order. `of`: the memories a node writes, for nodes that write. `to`: the
-    nodes that write a memory, in program order. `shared`: the nodes whose value lives in a memory. `calls`: the
-    canonical call of each node that has one. `targets`: the tensor arguments that a node writes.
-    """
-
-    def __init__(self, graph: torch.fx.Graph) -> None:
-        self.position: dict[torch.fx.Node, int] = {}
-        self.of: dict[torch.fx.Node, tuple[int, ...]] = {}
-        self.to: dict[int, list[torch.fx.Node]] = {}
-        self.shared: dict[int, list[torch.fx.Node]] = {}
-        self.calls: dict[torch.fx.Node, Call] = {}
-        self.targets: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        for n in graph.nodes:
-            self.position[n] = len(self.position)
-            self.shared.setdefault(storage(n), []).append(n)
-            call = canonical(n)
-            if call is not None:
-                self.calls[n] = call
-            targets = [a for a in _mutated(n, call) if isinstance(a, torch.fx.Node)]
-            if targets:
-                self.targets[n] = targets
-                written = tuple(map(storage, targets))
-                self.of[n] = written
-                for memory in written:
-                    self.to.setdefault(memory, []).append(n)
-
-    def ordered(self, nodes: Iterable[torch.fx.Node]) -> list[torch.fx.Node]:
-        """The nodes in program order."""
-        return sorted(nodes, key=self.position.__getitem__)
-
-    def interior(
-        self, root: torch.fx.Node, leaves: Collection[torch.fx.Node], also: Iterable[torch.fx.Node] = ()
-    ) -> list[torch.fx.Node]:
-        """`also`, and the nodes from `root` back to `leaves`, with the writes into their memory; in program order."""
-        inside: set[torch.fx.Node] = set(also)
-        todo, last = [root], self.position[root]
-        while todo:
-            while todo:
-                n = todo.pop()
-                computed = n in self.position and n.op not in ("placeholder", "get_attr")
-                if computed and n not in inside and n not in leaves:
-                    inside.add(n)
-                    todo.extend(n.all_input_nodes)
-            memory = {storage(n) for n in inside}
-            written = [w for m in memory for w in self.to.get(m, ()) if w not in inside]
-            for w in written:
-                if self.position[w] <= last and memory.issuperset(self.of[w]):
-                    inside.add(w)
-                    todo.extend(w.all_input_nodes)
-        return self.ordered(inside)

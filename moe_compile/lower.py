@@ -15,10 +15,11 @@ import torch.fx
 
 from . import ops  # noqa: F401  (registers the operators)
 from .activation import torch_function
-from .algebra.affine import as_size
+from .algebra.affine import as_size, memory_order
 from .algebra.terms import Term
-from .canonical import Writes, canonical, mutated_arguments
+from .canonical import canonical
 from .nodes import fake, storage
+from .writes import Writes, mutated_arguments
 
 
 def lower(
@@ -94,6 +95,11 @@ def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> t
         shape = fake(shown).shape
         if len(shape) != 2:
             out = emit("reshape", out, *_sizes(emit, shape, (match.hidden, match.ids)))
+        order = memory_order(tuple(shape), fake(shown).stride())
+        assert order is not None
+        if order != tuple(range(len(shape))):  # readers may know the strides: as_strided, or a view of the transpose
+            out = emit("contiguous", emit("permute", out, *order))
+            out = emit("permute", out, *(order.index(d) for d in range(len(shape))))
     out.meta.update({k: v for k, v in shown.meta.items() if k != "unbacked_bindings"})
     return out
 

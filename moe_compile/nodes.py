@@ -37,6 +37,11 @@ def memory(value: torch.Tensor) -> int | None:
         return None
 
 
+def spelling(node: torch.fx.Node) -> str:
+    """What the graph calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
 def where(node: torch.fx.Node) -> Where:
     """The module path and source line that a node comes from."""
     module = ""

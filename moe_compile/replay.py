@@ -20,9 +20,9 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .canonical import Writes
 from .nodes import fake, storage
 from .verdict import Unproved
+from .writes import Writes
 
 Node = torch.fx.Node
 # What a graph that is somebody else's may raise when it is run outside of its usual place.

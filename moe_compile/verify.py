@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from .canonical import Writes
 from .nodes import copy_graph, fake, storage
 from .reference import tolerance
 from .spec import ExpertsSpec
+from .writes import Writes
 
 
 class VerificationError(RuntimeError):

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.fx
 
-from .canonical import canonical, mutated_arguments
+from .canonical import canonical
 from .nodes import fake
 from .replay import FAULTS, Node, Original, Replay
 from .spec import ExpertsSpec, torch_dtype
 from .verdict import Reject, Unproved
+from .writes import mutated_arguments
 
 VARIED, DRAWN, ZIPF = "tokens=varied:1", "hidden=drawn:1", "routes=zipf:1"
 SITES = 4  # blocks of a spec whose rows and weights are used, spread over the model

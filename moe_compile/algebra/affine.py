@@ -59,6 +59,24 @@ def _quotient(a: Size, b: Size) -> Size | None:
     return as_size(quotient) if quotient.as_numer_denom()[1] == 1 else None
 
 
+def memory_order(sizes: tuple[Any, ...], strides: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """The dims from the slowest to the fastest where memory holds the elements one next to the other; else None."""
+    left = [d for d in range(len(sizes)) if as_size(sizes[d]) != 1]
+    order: list[int] = []
+    if any(as_size(n) == 0 for n in sizes):
+        return tuple(range(len(sizes)))
+    step: Size = 1
+    while left:
+        d = next((d for d in reversed(left) if as_size(strides[d]) == step), None)
+        if d is None:
+            return None
+        left.remove(d)
+        order.insert(0, d)
+        step = times(step, as_size(sizes[d]))
+    ones = [d for d in range(len(sizes)) if d not in order]
+    return (*ones, *order) if order != sorted(order) else tuple(range(len(sizes)))
+
+
 class Axis:
     """A binder. Identity is equality; `level` > 0 marks the pooled axes that terms bind."""
 

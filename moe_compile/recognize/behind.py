@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import torch.fx
 
-from ..canonical import Writes
 from ..nodes import fake, storage
 from ..verdict import Unproved
+from ..writes import Writes
 from .gradients import floats
 
 _LIMIT = 200

@@ -39,6 +39,8 @@ class Gradients:
             return []
         on = _SWITCHES[name]
         self._on, before = bool(node.args[0]) if on is None else on, self._on
+        if not self._on and before is False:  # no_grad within no_grad
+            return []
         since, self._since = self._since, []
         if not self._on or before is True:
             return []

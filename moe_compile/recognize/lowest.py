@@ -1,8 +1,9 @@
 """The least value that integer tensors may hold: in W[ids] a negative id means another expert, in the operator none.
 
-In: the nodes in program order. Out: a bound for each memory, at most 0. What the graph is given (its inputs, and what
-an operation that the table doesn't know makes of no negative integers) is trusted not to be negative, as ids that come
-from outside are; what the graph itself computes is not. A memory keeps the least bound of all that was written to it.
+In: the nodes in program order. Out: a bound for each memory, at most 0. What the graph is given (its inputs, and what a
+custom operator makes of no negative integers) is trusted not to be negative, as ids that come from outside are; what
+the graph itself computes is not, nor by an operation of torch's that no table names. A memory keeps the least bound of
+all that was written to it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,43 @@ import torch
 import torch.fx
 
 from ..canonical import Call, canonical
-from ..nodes import fake, storage
+from ..nodes import fake, spelling, storage
+from ..writes import is_torch_function
 
-_VALUES = ("input", "other", "value", "values", "src", "source", "fill_value", "tensors", "bounds", "operands")
+_VALUES = (
+    "input", "other", "value", "values", "src", "source", "fill_value", "tensors", "bounds", "start", "end", "operands",
+)  # fmt: skip
+# operations of torch's without a canonical name: those that put numbers in, and those that make no negative integer of
+# others
+_FILLS = {"fill", "fill_", "zero_", "index_fill", "index_fill_"}
+_HARMLESS = frozenset(
+    [
+        "argmax",
+        "argmin",
+        "bucketize",
+        "count_nonzero",
+        "cpu",
+        "cuda",
+        "diag",
+        "flip",
+        "hstack",
+        "masked_select",
+        "max",
+        "min",
+        "movedim",
+        "multinomial",
+        "ravel",
+        "reshape_as",
+        "roll",
+        "stack",
+        "take",
+        "take_along_dim",
+        "unique",
+        "unique_consecutive",
+        "view_as",
+        "vstack",
+    ]
+)
 
 
 class Lowest:
@@ -39,18 +74,35 @@ class Lowest:
             return math.floor(min(argument, 0))
         return -math.inf if isinstance(argument, (torch.SymInt, torch.SymFloat)) else 0
 
+    def _unnamed(self, node: torch.fx.Node) -> float:
+        """Of an operation without a canonical name."""
+        name = spelling(node)
+        if name in _FILLS:
+            return min(self.of(node.args), self.of(tuple(node.kwargs.values())))
+        trusted = _custom(node) or name in _HARMLESS
+        return 0 if trusted and self.of(node.all_input_nodes) >= 0 else -math.inf
+
     def visit(self, node: torch.fx.Node, call: Call | None) -> None:
         """Bound the result of `node`, and with it the memory that the result lives in."""
         result = call.args.get(call.mutates) if call is not None and call.mutates else node
         if not isinstance(result, torch.fx.Node) or not _integral(fake(result)):
             return
         if call is None:
-            low = -math.inf if self.of(node.all_input_nodes) < 0 else 0
+            low = self._unnamed(node)
         else:
             low = _TABLE.get(call.op, _moved)(self, call)
         if low < 0:
             memory = storage(result)
             self._of[memory] = min(low, self._of.get(memory, 0))
+
+
+def _custom(node: torch.fx.Node) -> bool:
+    """Whether `node` calls what is not torch's own: a custom operator, or a callable that only its author knows."""
+    target: Any = node.target
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        name = target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
+        return name.split("::")[0] not in ("aten", "prims")
+    return node.op == "call_module" or (node.op == "call_function" and not is_torch_function(target))
 
 
 def _integral(value: Any) -> bool:

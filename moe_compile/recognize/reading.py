@@ -21,8 +21,9 @@ def sizes_of(leaf: Term) -> list[Size]:
 
 
 def strip(t: Term) -> Term:
-    """Without casts between floating dtypes: roundings that a kernel may skip."""
-    while t.op == "cast" and t.dtype.is_floating_point and _floating(t.args[0]):
+    """Without casts between floating dtypes: roundings that a kernel may skip. To eight bits or less is no rounding:
+    what a model does so (quantization, simulated or real) is meant."""
+    while t.op == "cast" and t.dtype.is_floating_point and t.dtype.itemsize > 1 and _floating(t.args[0]):
         t = t.args[0]
     return t
 

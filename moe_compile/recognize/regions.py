@@ -12,15 +12,16 @@ import torch
 import torch.fx
 
 from ..algebra.layout import Val
-from ..canonical import Writes
 from ..journal import Where
-from ..nodes import fake, where
+from ..nodes import fake, spelling, where
 from ..spec import MoESpec
 from ..verdict import Reject
+from ..writes import Writes
 from .loops import ended
 from .match import Match, collected, combined, match
 from .router import RouterMatch, match_router
-from .walk import Walk, spelling
+from .surroundings import objection, transformed
+from .walk import Walk
 
 
 @dataclass(kw_only=True)
@@ -66,12 +67,14 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
     walk, out = Walk(writes), Recognition()
     misses: list[Rejection] = []
     open_roots: dict[torch.fx.Node, Found] = {}
+    inside = transformed(gm.graph)
 
     def block(root: torch.fx.Node, value: Val) -> bool:
         """Whether the value that `root` made is a block's result: then it is a region."""
         proved = match(walk, value)
-        if not isinstance(proved, Reject) and _seen_elsewhere(writes, root):
-            proved = Reject("the combined value lives in memory that is read under another name")
+        if not isinstance(proved, Reject):
+            against = objection(writes, inside, root, proved)
+            proved = proved if against is None else against  # a Reject is falsy
         if isinstance(proved, Reject):
             misses.append(Rejection(node=root, verdict=proved, where=where(root), progress=3))
             return False
@@ -117,14 +120,6 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
     return out
 
 
-def _seen_elsewhere(writes: Writes, root: torch.fx.Node) -> bool:
-    """Whether a root that writes into a tensor (index_add_) writes memory that is read later by a view made before."""
-    targets = writes.targets.get(root, [])
-    sharing = (n for memory in writes.of.get(root, ()) for n in writes.shared[memory] if n not in targets)
-    at = writes.position[root]
-    return any(writes.position[n] < at and any(writes.position.get(u, -1) > at for u in n.users) for n in sharing)
-
-
 def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found]) -> Found | None:
     """A cast of a region's result that nobody else reads becomes the region's root."""
     call = walk.writes.calls.get(node) if roots else None
@@ -134,6 +129,8 @@ def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found])
     found = roots.get(source)
     value = fake(node)
     if found is None or found.root is not source or len(source.users) != 1 or not value.dtype.is_floating_point:
+        return None
+    if source in walk.gradients.constants:  # the block has no gradient, and one after the switch would have
         return None
     widened = found.match.with_out(value.dtype)
     if widened is None or not all(walk.current(leaf) for leaf in found.match.leaves):

@@ -18,11 +18,11 @@ import torch.fx
 from ..algebra.affine import Affine, Axis, Size, axis_index, flat, times
 from ..algebra.layout import Val, decode, number_of
 from ..algebra.terms import Term, leaves, subterms
-from ..canonical import Writes
 from ..nodes import fake
 from ..rules.masks import constant
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
+from ..writes import Writes
 from .behind import behind, floats_behind
 from .match import Match
 from .place import Computed

@@ -17,10 +17,11 @@ from .. import rules
 from ..algebra.affine import Size, as_size
 from ..algebra.layout import Val, new_axes
 from ..algebra.terms import LeafKey, Term, Terms
-from ..canonical import Call, Writes
-from ..nodes import fake
+from ..canonical import Call
+from ..nodes import fake, spelling
 from ..rules.registry import positional
 from ..verdict import Reject
+from ..writes import Writes
 from .definitions import Definitions, Made, ruled, tensor
 from .gradients import Gradients
 from .lowest import Lowest
@@ -212,8 +213,3 @@ class Walk:
 def _floats(node: torch.fx.Node) -> bool:
     value = fake(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def spelling(node: torch.fx.Node) -> str:
-    """What the graph calls."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

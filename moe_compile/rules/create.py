@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from ..algebra.affine import Affine
 from ..algebra.layout import Val, new_axes
 from ..canonical import Call
-from .registry import Context, Result, number, rule
+from .registry import Context, Result, number, rule, stored
 
 _VALUES = {"zeros": 0.0, "zeros_like": 0.0, "new_zeros": 0.0, "ones": 1.0, "ones_like": 1.0, "new_ones": 1.0}
 
@@ -20,11 +18,8 @@ def _full(c: Context, call: Call) -> Result:
         if not isinstance(value, (int, float)):
             return None
     dims, _ = new_axes(c.sizes)
-    try:
-        held = torch.full((), value, dtype=c.dtype, device="cpu").item()  # 2.7 as an integer is 2
-    except RuntimeError:  # an infinity as an integer: what the graph then does is not ours to say
-        return None
-    return Val(dims, c.terms.const(float(held)), c.dtype)
+    held = stored(value, c.dtype)
+    return None if held is None else Val(dims, c.terms.const(held), c.dtype)
 
 
 @rule("empty", "empty_like", "new_empty")

@@ -11,10 +11,11 @@ from ..algebra.affine import Affine, as_size, divmod_affine
 from ..algebra.layout import Val, broadcast, split_inside
 from ..algebra.terms import Term, Terms
 from ..canonical import Call
+from ..nodes import fake
 from ..verdict import Unproved
 from .counts import WIDE
 from .masks import expert_test, picked
-from .registry import CASTS, Context, Result, cut_here, is_zero, rule, val
+from .registry import CASTS, Context, Result, cut_here, is_zero, rule, stored, val
 
 # canonical op -> its tensor-or-number arguments; whatever else a call says must stand in _EXTRA
 _TWO = "add sub mul div floordiv remainder minimum maximum eq ne lt le gt ge bitwise_and bitwise_or"
@@ -89,7 +90,9 @@ def pushed(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dt
         filled = apply(name, *(const(float(n.attr[1])) for n in numbers if n is not None)).value
     inner = [value if o is spread else o for o in operands]
     new = terms.make("cast", (value,), dtype=dtype) if name == "cast" else _make(terms, name, inner, dtype)
-    filled = torch.full((), filled, dtype=dtype, device="cpu").item()
+    filled = stored(filled, dtype)
+    if filled is None:
+        return None
     return terms.make("scat", (ids, new, terms.const(filled)), spread.index, spread.bound, dtype=dtype)
 
 
@@ -208,6 +211,8 @@ def _make(terms: Terms, name: str, operands: list[Term | None], dtype: torch.dty
 def _cast(c: Context, call: Call) -> Result:
     v = val(c, call.get("input"))
     new = c.dtype
+    if fake(call.get("input")).device != fake(c.node).device:
+        return None  # the copy on another device is a tensor of its own
     if new == v.dtype:
         return v
     kept = WIDE if v.term.op in ("count", "offsets") else _EXACT

@@ -144,6 +144,15 @@ def cut_here(c: Context, *vals: Val) -> bool:
     return c.cut and all(map(ordinary, vals))
 
 
+def stored(number: Any, dtype: torch.dtype) -> float | None:
+    """What a tensor of `dtype` holds where it is filled with a number: 2.7 as an integer is 2. None where it can't be
+    (an infinity as an integer): what the graph then does is not ours to say."""
+    try:
+        return float(torch.full((), number, dtype=dtype, device="cpu").item())
+    except RuntimeError:
+        return None
+
+
 def is_zero(t: Term) -> bool:
     return t.op == "const" and t.attr[1] == 0
 

@@ -15,6 +15,7 @@ import graphs
 import torch
 import torch.fx
 import torch.nn.functional as F
+from edits import EDITS, EFFECTS
 
 Node, Graph, Random = torch.fx.Node, torch.fx.GraphModule, random.Random
 
@@ -189,66 +190,93 @@ def _redirect(gm: Graph, draw: Random) -> str:
     return f"{n.name}: {old.name} -> {new.name}"
 
 
-_EFFECTS: tuple[tuple[str, tuple[Any, ...]], ...] = (
-    ("add_", (1,)), ("mul_", (2,)), ("zero_", ()), ("fill_", (1,)), ("neg_", ()), ("clamp_", (0, 1)), ("abs_", ()),
-    ("sub_", (1,)), ("relu_", ()), ("remainder_", (3,)), ("t_", ()), ("squeeze_", ()), ("detach_", ()),
-)  # fmt: skip
-
-
 def _insert_effect(gm: Graph, draw: Random) -> str:
     nodes = [n for n in gm.graph.nodes if n.op != "output"]
     at = draw.randrange(1, len(nodes))
     n = _pick(draw, [n for n in nodes[:at] if isinstance(_value(n), torch.Tensor)])
-    name, args = draw.choice(_EFFECTS)
+    name, args = draw.choice(EFFECTS)
     with gm.graph.inserting_after(nodes[at - 1]):
         if draw.random() < 0.25 and _value(n).dim():
             part = gm.graph.call_function(operator.getitem, (n, 0))
             with gm.graph.inserting_after(part):
-                gm.graph.call_method(name, (part, *args))
+                _write(gm, name, part, args)
         else:
-            gm.graph.call_method(name, (n, *args))
+            _write(gm, name, n, args)
     return f"{n.name}.{name}{args} after {nodes[at - 1].name}"
 
 
-_EDITS: tuple[tuple[str, Callable[[Graph, Node], Node]], ...] = (
-    ("+ 1", lambda gm, n: gm.graph.call_function(operator.add, (n, 1))),
-    ("- 1", lambda gm, n: gm.graph.call_function(operator.sub, (n, 1))),
-    ("* 2", lambda gm, n: gm.graph.call_function(operator.mul, (n, 2))),
-    ("* -1", lambda gm, n: gm.graph.call_function(operator.mul, (n, -1))),
-    ("* itself", lambda gm, n: gm.graph.call_function(operator.mul, (n, n))),
-    ("% 3", lambda gm, n: gm.graph.call_function(operator.mod, (n, 3))),
-    ("// 2", lambda gm, n: gm.graph.call_function(operator.floordiv, (n, 2))),
-    (".roll", lambda gm, n: gm.graph.call_method("roll", (n, 1, 0))),
-    (".flip", lambda gm, n: gm.graph.call_method("flip", (n, -1))),
-    (".abs", lambda gm, n: gm.graph.call_method("abs", (n,))),
-    (".clamp", lambda gm, n: gm.graph.call_method("clamp", (n,), {"max": 2})),
-    (".clone", lambda gm, n: gm.graph.call_method("clone", (n,))),
-    (".contiguous", lambda gm, n: gm.graph.call_method("contiguous", (n,))),
-    (".t", lambda gm, n: gm.graph.call_method("transpose", (n, 0, -1))),
-    (".softmax", lambda gm, n: gm.graph.call_method("softmax", (n, -1))),
-    (".cumsum", lambda gm, n: gm.graph.call_method("cumsum", (n, 0))),
-    ("[arange]", lambda gm, n: gm.graph.call_method("index_select", (n, 0, _reversed(gm, n)))),
-    (".mean", lambda gm, n: gm.graph.call_function(operator.sub, (n, gm.graph.call_method("mean", (n,))))),
-    (".sort", lambda gm, n: gm.graph.call_function(operator.getitem, (gm.graph.call_function(torch.sort, (n, 0)), 0))),
-    ("> 0", lambda gm, n: gm.graph.call_function(operator.gt, (n, 0))),
-)
+def _write(gm: Graph, name: str, n: Node, args: tuple[Any, ...]) -> None:
+    if name == "__setitem__":
+        gm.graph.call_function(operator.setitem, (n, *args))
+    else:
+        gm.graph.call_method(name, (n, *args))
 
 
-def _reversed(gm: Graph, n: Node) -> Node:
-    size = gm.graph.call_method("size", (n, 0))
-    up = gm.graph.call_function(torch.arange, (size,))
-    last = gm.graph.call_function(operator.sub, (size, 1))
-    return gm.graph.call_function(operator.sub, (last, up))
+def _copy_over(gm: Graph, draw: Random) -> str:
+    """One value written into the memory of another of its kind."""
+    nodes = [n for n in gm.graph.nodes if n.op != "output"]
+    at = draw.randrange(2, len(nodes))
+    before = [n for n in nodes[:at] if isinstance(_value(n), torch.Tensor)]
+    n, source = _pick(draw, [(a, b) for a in before for b in before if a is not b and _alike(a, b)])
+    with gm.graph.inserting_after(nodes[at - 1]):
+        gm.graph.call_method("copy_", (n, source))
+    return f"{n.name}.copy_({source.name}) after {nodes[at - 1].name}"
 
 
 def _insert(gm: Graph, draw: Random) -> str:
     places = [(n, a) for n in gm.graph.nodes for a in n.all_input_nodes if isinstance(_value(a), torch.Tensor)]
     user, source = _pick(draw, places)
-    name, edit = draw.choice(_EDITS)
+    name = draw.choice(list(EDITS))
     with gm.graph.inserting_before(user):
-        new = edit(gm, source)
+        new = EDITS[name](gm, source)
     user.replace_input_with(source, new)
-    return f"{source.name}{name} into {user.name}"
+    return f"{source.name} {name} into {user.name}"
+
+
+def _expose(gm: Graph, draw: Random) -> str:
+    """One more result of the graph: a value, or a view of one."""
+    (output,) = (n for n in gm.graph.nodes if n.op == "output")
+    n = _pick(draw, [n for n in gm.graph.nodes if isinstance(_value(n), torch.Tensor)])
+    shown = n
+    if draw.random() < 0.5:
+        with gm.graph.inserting_before(output):
+            shown = gm.graph.call_method(draw.choice(["detach", "flatten", "t", "contiguous", "clone"]), (n,))
+    given = output.args[0] if isinstance(output.args[0], tuple) else (output.args[0],)
+    output.args = ((*given, shown),)
+    return f"{n.name} as {shown.target}"
+
+
+def _move(gm: Graph, draw: Random) -> str:
+    """An operation runs earlier or later, between what it reads and what reads it."""
+    nodes = list(gm.graph.nodes)
+    n = _pick(draw, _calls(gm))
+    at = nodes.index(n)
+    first = max((nodes.index(a) for a in n.all_input_nodes), default=-1) + 1
+    first = max(first, sum(x.op in ("placeholder", "get_attr") for x in nodes))
+    last = min((nodes.index(u) for u in n.users), default=len(nodes) - 1)
+    places = [i for i in range(first, last + 1) if i not in (at, at + 1)]
+    before = nodes[_pick(draw, places)]
+    before.prepend(n)
+    return f"{n.name} before {before.name}"
+
+
+def _again(gm: Graph, draw: Random) -> str:
+    """One reader of a value computes it again."""
+    n, user = _pick(draw, [(n, u) for n in _calls(gm) for u in n.users])
+    with gm.graph.inserting_before(user):
+        new = gm.graph.node_copy(n, lambda x: x)
+    user.replace_input_with(n, new)
+    return f"{n.name} for {user.name}"
+
+
+def _without_gradients(gm: Graph, draw: Random) -> str:
+    nodes = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method")]
+    first, last = sorted(draw.sample(range(len(nodes)), 2))
+    with gm.graph.inserting_before(nodes[first]):
+        gm.graph.call_function(torch._C._set_grad_enabled, (False,))
+    with gm.graph.inserting_after(nodes[last]):
+        gm.graph.call_function(torch._C._set_grad_enabled, (True,))
+    return f"{nodes[first].name} to {nodes[last].name}"
 
 
 KINDS: dict[str, Callable[[Graph, Random], str]] = {
@@ -260,5 +288,10 @@ KINDS: dict[str, Callable[[Graph, Random], str]] = {
     "dropped effect": _drop_effect,
     "redirected": _redirect,
     "written in place": _insert_effect,
+    "copied over": _copy_over,
     "inserted": _insert,
+    "exposed": _expose,
+    "moved": _move,
+    "computed again": _again,
+    "without gradients": _without_gradients,
 }

@@ -92,6 +92,21 @@ def ids_cast_from_scores(s: S) -> Any:
     return (s.choice[0] * -2).to(torch.int64).reshape(-1)
 
 
+@impostor(GATHERED, "flat", NEGATIVE)
+def ids_below_zero_by_an_operation_that_no_table_names(s: S) -> Any:
+    return torch.rsub(s.ids, 2).reshape(-1)
+
+
+@impostor(GATHERED, "flat", NEGATIVE)
+def differences_of_ids(s: S) -> Any:
+    return torch.diff(s.ids, prepend=s.ids[:, :1]).reshape(-1)
+
+
+@impostor(GATHERED, "flat", NEGATIVE)
+def ids_filled_with_a_number_below_zero(s: S) -> Any:
+    return s.ids.clone().fill_(-1).reshape(-1)
+
+
 @impostor(GATHERED, "second_flat", OTHER_IDS)
 def weights_of_the_neighbouring_slot(s: S) -> Any:
     return s.ids.flip(-1).reshape(-1)
@@ -298,6 +313,16 @@ def gate_rows_read_in_pairs(s: S) -> Any:
 @impostor(GATHERED, "act", "the activation uses a function that kernels don't have")
 def a_sum_of_truth_values(s: S) -> Any:
     return ((s.halves[0] > 0) + (s.halves[1] > 0)) * s.halves[1]
+
+
+@impostor(GATHERED, "act", "between the linears there is more than a pointwise function")
+def quantized_between_the_linears(s: S) -> Any:
+    return GATHERED["act"](s).to(torch.float8_e4m3fn).to(torch.float32)
+
+
+@impostor(GATHERED, "weighed", "the experts' output is not a linear")
+def quantized_after_the_linears(s: S) -> Any:
+    return s.second.to(torch.float8_e5m2).to(torch.float32) * s.weights.reshape(-1, 1)
 
 
 @impostor(GATHERED, "act", "a view as another dtype")

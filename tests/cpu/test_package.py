@@ -22,7 +22,7 @@ LEVELS = [
     {"activation", "nodes", "spec", "work"},
     {"operands"},
     {"reference", "formats", "cost"},
-    {"canonical", "kernels", "algebra"},
+    {"canonical", "writes", "kernels", "algebra"},
     {"rules", "providers", "replay"},
     {"recognize", "plan", "workload", "tune", "lower", "ops", "cache", "agree", "verify"},
     {"choose"},

@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate",
         _calibrate,
         "fit the cost model's constants to measured tactics (bench --tactics --json), and say how well prices choose",
-        "moe-compile calibrate docs/measured/tactics_h200.json --write",
+        "moe-compile calibrate docs/measured/offers_h200.json --write",
     )
     calibrate.add_argument("files", nargs="+", metavar="FILE", help="measurements of one device")
     calibrate.add_argument("--held-out", nargs="+", default=[], metavar="FILE", help="tried, but not fitted to")

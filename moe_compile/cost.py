@@ -99,7 +99,7 @@ SHEETS: dict[type[Any], dict[str, str]] = {
     },
     Passed: {
         "launches": "kernels + expert_launches * active",
-        "bytes": "token_bytes * T + route_bytes * R + expert_bytes * active",
+        "bytes": "token_bytes * T + route_bytes * R + expert_bytes * active + call_bytes",
         "seconds": "launches * launch + bytes / (pass_share * bandwidth)",
     },
 }

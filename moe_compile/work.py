@@ -86,13 +86,14 @@ class Sorted:
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
-    """Launches that move bytes: `kernels` and so many more for each active expert; bytes a token, route and expert."""
+    """Launches that move bytes: `kernels` and more an active expert; bytes a token, route, active expert, call."""
 
     name: str
     kernels: int = 1
     token_bytes: float = 0
     route_bytes: float = 0
     expert_bytes: float = 0
+    call_bytes: float = 0
     expert_launches: float = 0
 
 

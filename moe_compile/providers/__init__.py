@@ -52,10 +52,11 @@ def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launche
 
     def run(x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Tensor:
         try:
-            if provider.reads(packed):
+            if why := provider.reads(packed):
                 return launch(x, ids, w, packed)
         except Unserved as unserved:
-            warn_once(f"moe_compile: {candidate.provider} leaves calls to aten: {unserved}")
+            why = unserved.verdict
+        warn_once(f"moe_compile: {candidate.provider} leaves calls to aten: {why}")
         return aten(x, ids, w, packed)
 
     return run

@@ -170,8 +170,8 @@ class Aten(Provider):
 def _work(spec: ExpertsSpec, path: str) -> Work:
     """hit: one mm an expert and linear beside about 10 calls that group, activate and combine. grouped: two
     _grouped_mm beside about 14. blocks: as many again, and each expert's weights are read, written padded, read.
-    Neither of these reads listed experts but from a copy."""
-    copies = (path == "blocks") + (spec.tensors == "listed" and path != "hit")
+    Neither of these reads listed experts but from a copy of all of them, made in each call."""
+    stacks = spec.tensors == "listed" and path != "hit"
     size = torch_dtype(spec.x).itemsize
     per_expert = (spec.G + spec.I) * spec.H * size
     linears = tuple(
@@ -187,7 +187,8 @@ def _work(spec: ExpertsSpec, path: str) -> Work:
         kernels={"hit": 10, "grouped": 14, "blocks": 38}[path],
         route_bytes=size * (3 * spec.H + 2 * spec.G + 2 * spec.I + 2 * spec.H),
         token_bytes=size * spec.H,
-        expert_bytes=2 * per_expert * copies,
+        expert_bytes=2 * per_expert * (path == "blocks"),
+        call_bytes=2 * per_expert * spec.E * stacks,
         expert_launches=2 if path == "hit" else 0,
     )
     return Work(steps=(*linears, rest))

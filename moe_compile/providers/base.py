@@ -154,7 +154,7 @@ class Provider(ABC):
 
     def reads_any(self, spec: ExpertsSpec) -> bool:
         """Whether a launcher serves every call that the spec allows. Where not, `reads` is asked and Unserved met."""
-        return spec.tensors == "stacked" and spec.gate_up.halves != "separate"
+        return spec.tensors == "stacked" and spec.gate_up.halves != "separate" and spec.bias == "none"
 
     def copies(self, spec: ExpertsSpec) -> dict[object, int]:
         """Bytes of weights that it keeps in a layout of its own for each block; providers share what has one key."""

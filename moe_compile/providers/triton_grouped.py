@@ -68,12 +68,16 @@ def triton_version() -> str:
 
 
 def one_stride_pattern(weights: ExpertWeights) -> Verdict:
-    """Our kernels address gate and up by the same strides, which separate tensors need not have."""
+    """Our kernels address gate and up by the same strides, which separate tensors need not have, and rows of biases
+    without any."""
     if isinstance(weights.down, Listed):
         return alike(weights)
     for pair in (weights.gate_up, weights.gate_up_bias):
         if len(pair) == 2 and pair[0].stride() != pair[1].stride():
             return Reject("gate and up are strided differently", f"{pair[0].stride()} and {pair[1].stride()}")
+    for bias in (*weights.gate_up_bias, weights.down_bias):
+        if bias is not None and bias.stride(1) != 1:
+            return Reject("biases are not in contiguous rows", f"strides {bias.stride()}")
     return OK
 
 

@@ -9,7 +9,7 @@ import torch
 from operand_cases import OAI, Case, assert_close, case_of, layout_id, layouts, spec_of
 
 from moe_compile import cost
-from moe_compile.hardware import facts
+from moe_compile.hardware import facts, named
 from moe_compile.providers import ExpertWeights, Tactic
 from moe_compile.providers.aten import PATHS, Aten, grouped_mm_fits, path_of
 from moe_compile.providers.aten_backward import backward
@@ -282,6 +282,20 @@ def test_contract():
     assert some.total("flop") == 2 * 16 * 8 * 3 * 32 * 16
     assert one.total("weights") < some.total("weights") < many.total("weights") <= 64 * 3 * 32 * 16 * 2
     assert torch.__version__ in aten.version()
+
+
+def test_a_copy_of_listed_experts_is_priced_whole():
+    aten, h200 = Aten(), named("H200")
+    spec = spec_of("bf16", E=64, K=2)
+    alone = dataclasses.replace(spec, tensors="listed")
+    one = cost.Load.uniform(64, 2)
+    for path in ("grouped", "blocks"):
+        together, copied = (
+            cost.estimate(aten.work(Tactic.of(path=path), s, h200), h200, one, 1).total("bytes") for s in (spec, alone)
+        )
+        assert copied - together == 2 * 64 * 3 * 32 * 16 * 2  # read and written, whatever one token reaches
+    on_cpu = facts(CPU)
+    assert aten.work(Tactic.of(path="hit"), spec, on_cpu) == aten.work(Tactic.of(path="hit"), alone, on_cpu)
 
 
 def test_paths_by_device():

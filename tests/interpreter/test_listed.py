@@ -2,7 +2,6 @@
 as from one tensor; and what is left to aten."""
 
 import dataclasses
-import gc
 
 import pytest
 import torch
@@ -156,7 +155,6 @@ def test_weights_that_move_are_read_where_they_are(provider, tactic):
 
 
 def test_a_table_goes_with_its_first_expert():
-    before = len(listed._TABLES)
     tensors = [torch.randn(4, 8) for _ in range(3)]
     table = listed._table(Listed(tuple(tensors)))
     assert table.addresses.tolist() == [t.data_ptr() for t in tensors]
@@ -165,11 +163,14 @@ def test_a_table_goes_with_its_first_expert():
     assert table.multiple == 16
     assert listed._table(Listed(tuple(tensors))) is table
     odd = [torch.randn(33)[1:].view(4, 8), *tensors]
-    assert listed._table(Listed(tuple(odd))).multiple == 4
-    assert len(listed._TABLES) == before + 2
+    other = listed._table(Listed(tuple(odd)))
+    assert other.multiple == 4
     del tensors[0], odd[0]
-    gc.collect()
-    assert len(listed._TABLES) == before + 1  # tensors[0] is the second of the others
+    held = set(listed._TABLES.values())
+    assert other not in held
+    assert table in held  # whose first is the second of the others
+    del odd
+    assert table not in listed._TABLES.values()
 
 
 def test_what_needs_one_tensor_says_so():

@@ -193,6 +193,20 @@ def test_gate_and_up_strided_differently_are_left_to_aten(provider, tactic):
     torch.testing.assert_close(run(x, ids, w, views).double(), exact(spec, x, ids, w, packed), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize(("provider", "tactic"), RUNS[:: len(GROUPED)], ids=run_ids[:: len(GROUPED)])
+@pytest.mark.parametrize("operand", ["gate_up_bias", "down_bias"])
+def test_biases_whose_rows_are_strided_are_left_to_aten(provider, tactic, operand):
+    spec = spec_of(bias="both")
+    x, ids, w, packed = draw(spec, 6)
+    columns = [t.T.contiguous().T for t in (packed.gate_up_bias[0], packed.down_bias)]
+    odd = {"gate_up_bias": (columns[0],)} if operand == "gate_up_bias" else {"down_bias": columns[1]}
+    views = dataclasses.replace(packed, **odd)
+    assert provider.reads(packed)
+    assert provider.reads(views).reason == "biases are not in contiguous rows"
+    run = launcher(Candidate(provider=provider.name, tactic=tactic), spec, CPU)
+    torch.testing.assert_close(run(x, ids, w, views).double(), exact(spec, x, ids, w, packed), rtol=2e-5, atol=2e-6)
+
+
 def test_twins():
     spec = spec_of(bias="both", gate_up=Layout(halves="up_gate"))
     x, ids, w, p = draw(spec, 8)

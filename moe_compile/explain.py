@@ -261,7 +261,7 @@ def _region_lines(same: list[Region]) -> list[str]:
     if not first.replaced:
         return [*lines, f"  chosen      not replaced: {first.skipped or 'a later stage failed'}"]
     lines += [f"  {'chosen' if i == 0 else '':10}  {c}" for i, c in enumerate(plan_lines(first.chosen))]
-    lines.append(f"  weights     {_bytes(first.copied_bytes)}")
+    lines.append(f"  weights     {_read(first)}")
     if first.buckets:
         lines.append(f"  predicted   on {first.device}, the limit by its datasheet")
         lines += [f"              {row}" for row in columns(bucket_rows(first.buckets))]
@@ -279,10 +279,13 @@ def _region_lines(same: list[Region]) -> list[str]:
     return lines
 
 
-def _bytes(copied: int) -> str:
-    return (
-        f"up to {copied} bytes a block copied into layouts of kernels" if copied else "read where they are, none copied"
-    )
+def _read(r: Region) -> str:
+    """How the weights are read."""
+    if r.copied_bytes:
+        return f"up to {r.copied_bytes} bytes a block copied into layouts of kernels"
+    if r.spec.experts.tensors == "listed" and ("aten(path=grouped)" in r.chosen or "aten(path=blocks)" in r.chosen):
+        return "aten copies all experts into one tensor for each product"
+    return "read where they are, none copied"
 
 
 def _kept(e: ExpertsSpec) -> str:

@@ -13,6 +13,8 @@ from spelled import E, H, I, K, T, Table, Tensor, biased, listed, route, spread,
 
 from moe_compile import journal
 from moe_compile.backend import moe_backend
+from moe_compile.explain import explain
+from moe_compile.outlook import replanned
 
 TABLE = Table()
 spelling, miss = TABLE.spelling, TABLE.miss
@@ -287,3 +289,16 @@ def test_a_loop_over_modules_behind_dynamo_leaves_nothing_of_itself(dynamic: boo
     assert "tensors=listed" in region.spec
     torch.testing.assert_close(got, module(x))
     assert not [t for t in left if "where" in t or "assert" in t or "index_add" in t]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_where_a_gpu_would_read_them(dtype: torch.dtype) -> None:
+    """In place by our kernels; from a copy where those don't do, which the report says."""
+    inputs = [t.to(dtype) for t in listed()]
+    report = replanned(explain(a_masked_sum_over_all_experts, *inputs), "H200")
+    (region,) = report.regions
+    assert region.spec.experts.tensors == "listed"
+    ours = dtype == torch.float32
+    assert ("triton_" in region.chosen) == ours != ("aten" in region.chosen)
+    text = "read where they are, none copied" if ours else "aten copies all experts into one tensor for each product"
+    assert text in str(report)

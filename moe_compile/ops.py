@@ -31,6 +31,8 @@ _LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-
 _BYPASSED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 for _key in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"):
     _BYPASSED = _BYPASSED | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{_key}"))
+_NO_VIEWS = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
+_DEVICES = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
 _OPERANDS = (
     "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor[] down, Tensor[] gate_up_bias, "
     "Tensor[] down_bias, Tensor? post_scale, str spec"
@@ -136,8 +138,10 @@ def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
         out: Tensor = torch.ops.moe_compile.experts_training.default(*operands)[0]
         return out
+    below = keys & torch._C._after_autograd_keyset
     with torch._C._AutoDispatchBelowAutograd():
-        below = keys & torch._C._after_autograd_keyset
+        if (below & _NO_VIEWS).highestPriorityTypeId() in _DEVICES:  # through the dispatcher again costs 5 us
+            return _experts(*operands)
         plain: Tensor = torch.ops.moe_compile.experts.default.redispatch(below, *operands)
         return plain
 

@@ -146,15 +146,21 @@ class TritonGrouped(Provider):
 
 
 def on_device(run: Launcher, device: torch.device) -> Launcher:
-    """`run` with `device` current: Triton launches on the current one, whatever its arguments say."""
+    """`run` replayed where it can be (kernels/tape.py), with `device` current: Triton launches on the current one,
+    whatever its arguments say."""
     import torch
 
-    if device.type != "cuda" or torch.cuda.device_count() == 1:
+    from ..kernels.tape import recorded
+
+    if device.type != "cuda":
         return run
+    run, current, index = recorded(run), torch._C._cuda_getDevice, device.index
 
     def guarded(
         hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
     ) -> torch.Tensor:
+        if current() == index:
+            return run(hidden_TH, ids_TK, weights_TK, packed)
         with torch.cuda.device(device):
             return run(hidden_TH, ids_TK, weights_TK, packed)
 

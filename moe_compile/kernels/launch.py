@@ -9,8 +9,9 @@ writes. A kernel that waits first and lets go after that keeps the chain ordered
 is complete too.
 Invariant: two calls share a compiled kernel only if Triton itself would share it: same device, constants and options,
 dtypes, 16-byte alignment of every tensor, values of every specialized int. What calls share is in a `Bound`, so that a
-call looks at addresses only; tape.py replays what a Bound launched without even that. Triton's own path repeats the whole analysis at every call: 137 us of host time for the
-two launches of decode.py, 370 us for four with tensor descriptors (H200 machine, triton 3.6, 2026-11-30).
+call looks at addresses only; tape.py replays what was launched without even that. Triton's own path repeats the whole
+analysis at every call: 137 us of host time for the two launches of decode.py, 370 us for four with tensor descriptors
+(H200 machine, triton 3.6, 2026-11-30).
 """
 
 from __future__ import annotations
@@ -138,27 +139,6 @@ def compiling(executor: Executor) -> Iterator[None]:
             yield
     finally:
         _compile_only = False
-_thread = threading.local()
-
-
-class Launched(NamedTuple):
-    """A launch that a Bound made: Triton's launcher, function and metadata (None: not kept), and all it was given."""
-
-    compiled: tuple[Any, Any, Any] | None
-    grid: tuple[int, int]
-    arguments: tuple[Any, ...]
-    free: tuple[int, ...]
-    constants: tuple[Any, ...]
-
-
-def note(launches: list[Launched] | None) -> None:
-    """From here on this thread's launches are appended to `launches`; None ends it."""
-    _thread.notes = launches
-
-
-def only_compiled() -> bool:
-    """Whether launches compile and run nothing (`compiling`)."""
-    return _compile_only
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,21 +1,22 @@
-"""A call's launches, recorded once for each kind of call and replayed with other addresses: little is left for the host.
+"""A call's launches, recorded once for each kind of call and replayed with other addresses, at little host time.
 
 In: a launcher, that is a function of tensors which allocates by torch.empty and launches by launch.Bound. Out: the same
 launcher. The first call of a kind runs as written and is recorded; a later one allocates its output and one scratch
 buffer, and hands addresses to the compiled kernels. A kind is all but addresses: T, dtypes, strides.
 Invariants:
-* A tape holds no tensor and no address, so weights are read where they are at each call.
-* Only what was seen whole is replayed. A call that copies or computes by torch (x that a kernel can't read in place),
-  operands that are not aligned to 16 bytes or lie at one address: each runs as written.
+* A tape holds no tensor and no address: weights are read where they are at each call.
+* Only what was seen whole is replayed. A call in which torch copies or computes (x that a kernel can't read in place),
+  whose operands are not aligned to 16 bytes, or two of which lie at one address, runs as written.
 * Buffers share memory only where the last launch that uses one comes before the first that uses the other, as torch's
-  allocator would share them; like its blocks the scratch belongs to the stream.
-* A tape doesn't change once it is made: several threads and streams may replay it, also into a CUDA graph.
+  allocator would share them; like its blocks, the scratch belongs to the stream.
+* A tape doesn't change once it is made: threads and streams may replay it side by side, and into a CUDA graph.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from operator import itemgetter, or_
@@ -28,23 +29,27 @@ from ..operands import ExpertWeights
 from ..verdict import Reject
 from . import launch
 from .launch import Launched
+from .listed import Table, base
 
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ExpertWeights], torch.Tensor]
 _ALIGNED = 256  # bytes, of a buffer in the scratch
-_MOST = 2048  # tapes of a launcher, and tensor maps of an operand
+_MOST = 2048  # tapes of a launcher, shapes of tensor maps, and maps of a shape
 
 
 def recorded(run: Launcher) -> Launcher:
-    """`run` on a CUDA device, which is current, replayed where it can be."""
+    """`run`, for tensors of the current CUDA device, replayed where it can be."""
     tapes: dict[Any, Tape | Reject] = {}
+    lock = threading.Lock()
 
     def replayed(
         x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
     ) -> torch.Tensor:
         operands = [x_TH, ids_TK, *packed.gate_up, packed.down, *packed.gate_up_bias]
         operands += [t for t in (weights_TK, packed.down_bias, packed.post_scale) if t is not None]
-        addresses = [t.data_ptr() for t in operands]
+        addresses = [base(t).data_ptr() for t in operands]
         kind = (x_TH.shape[0], ids_TK.dtype, *[t.stride() for t in operands])
+        if type(packed.down) is Table:
+            kind += tuple(t.multiple for t in operands if type(t) is Table)
         tape = tapes.get(kind)
         if isinstance(tape, Reject) or launch.only_compiled() or reduce(or_, addresses) & 15:
             return run(x_TH, ids_TK, weights_TK, packed)
@@ -52,36 +57,35 @@ def recorded(run: Launcher) -> Launcher:
             return tape(addresses)
         with _Recorder() as recorder:
             out = run(x_TH, ids_TK, weights_TK, packed)
-        if len(tapes) >= _MOST:
-            tapes.pop(next(iter(tapes)), None)
-        tapes[kind] = recorder.tape(addresses, out)
+        tape = recorder.tape(addresses, out)
+        with lock:
+            if len(tapes) >= _MOST:
+                del tapes[next(iter(tapes))]
+            tapes[kind] = tape
         return out
 
     return replayed
 
 
-class _Unseen(Exception):
-    """Why a call can't be replayed."""
-
-
 class _Recorder(TorchDispatchMode):
-    """Notes this thread's launches and allocations, which stay apart: none is freed before the end."""
+    """Notes this thread's launches, and keeps what it allocates until the end, so that every buffer has its address."""
 
     allocating = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.launched: list[Launched] = []
         self.allocated: list[torch.Tensor] = []
         self.computed: list[str] = []  # by torch, which no replay does
 
     def __enter__(self) -> _Recorder:
         launch.note(self.launched)
-        return super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *failure: Any) -> None:
         launch.note(None)
-        super().__exit__(*failure)
+        super().__exit__(*failure)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -92,140 +96,139 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def tape(self, addresses: Sequence[int], out: torch.Tensor) -> Tape | Reject:
+        if self.computed:
+            return Reject("torch computes in this call", ", ".join(self.computed))
         try:
-            if self.computed:
-                raise _Unseen(f"torch computes: {', '.join(self.computed)}")
             return Tape(self.launched, addresses, self.allocated, out)
-        except _Unseen as why:
-            return Reject("a call that runs as written", str(why))
+        except _Unknown as what:
+            return Reject("not all of this call is known", str(what))
+
+
+class _Unknown(Exception):
+    """What of a call a tape can't hold."""
 
 
 class Tape:
     """The launches of one kind of call.
 
-    A replay makes one list of values: operands' addresses, the output's, the buffers', tensor maps, the stream, then
-    what never changes. Each launch picks its arguments from it.
+    A replay makes one list of values: the addresses of operands, output and buffers, the tensor maps, the stream, and
+    what never changes. Each launch picks what it is given from that list.
     """
 
     def __init__(
         self, launched: Sequence[Launched], addresses: Sequence[int], allocated: Sequence[torch.Tensor],
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        if len(set(addresses)) < len(addresses):
-            raise _Unseen("two operands at one address")
-        self.shape, self.dtype, self.device = out.shape, out.dtype, out.device
         buffers = [t for t in allocated if t.data_ptr() != out.data_ptr()]
+        every = [*addresses, out.data_ptr(), *(t.data_ptr() for t in buffers)]
+        if len(set(every)) < len(every):
+            raise _Unknown("two tensors at one address")
         if len(buffers) == len(allocated) or not out.is_contiguous():
-            raise _Unseen("the output is not one of its allocations")
-        places = {address: i for i, address in enumerate([*addresses, out.data_ptr(), *(b.data_ptr() for b in buffers)])}
-        self.maps: list[tuple[int, Maps]] = []  # of the values at these indices
-        uses: list[set[int]] = [set() for _ in buffers]  # the launches of each buffer
-
-        def place(pointer: Any, step: int) -> int:
-            found = places.get(pointer.data_ptr())
-            if found is None:
-                raise _Unseen("an argument is neither an operand nor one of its allocations")
-            if found > len(addresses):
-                uses[found - len(addresses) - 1].add(step)
-            return found
-
-        # tensor maps come between the buffers and the stream; how many is known when all launches were looked at
-        first_map, fixed = len(addresses) + 1 + len(buffers), _Fixed()
-        picks: list[tuple[Callable[..., None], list[int | Any]]] = []
+            raise _Unknown("where the output comes from")
+        self.shape, self.dtype, self.device = out.shape, out.dtype, out.device
+        self.maps: list[tuple[int, TensorMaps]] = []  # those of the address at each index
+        self.constant: list[Any] = []
+        uses: dict[int, list[int]] = {i: [] for i in range(len(every))}  # the launches that each address is given to
+        picked: list[tuple[Any, list[tuple[str, int]]]] = []
         for step, each in enumerate(launched):
-            if each.compiled is None:
-                raise _Unseen("a kernel is not kept compiled")
-            run, function, metadata = each.compiled
-            arguments: list[Any] = [*map(fixed, (*each.grid, 1)), "stream"]
-            arguments += map(fixed, (function, metadata, None, None, None))
-            bare, metas = _bare(run) if any(map(is_descriptor, each.arguments)) else (run, iter(()))
-            for a in each.arguments:
-                if isinstance(a, int):
-                    arguments.append(fixed(a))
-                elif isinstance(a, torch.Tensor):
-                    arguments.append(place(a, step))
+            run, arguments = _taken_apart(each)
+            picks = []
+            for kind, value in arguments:
+                if kind == "tensor" or kind == "map":
+                    tensor, maps = value
+                    if tensor.data_ptr() not in every:
+                        raise _Unknown("an argument that is no operand and was not allocated")
+                    at = every.index(tensor.data_ptr())
+                    uses[at].append(step)
+                    if kind == "map":
+                        self.maps.append((at, maps))
+                    picks.append((kind, at if kind == "tensor" else len(self.maps) - 1))
+                elif kind == "stream":
+                    picks.append((kind, 0))
                 else:
-                    maps = _maps(a, next(metas))
-                    entry = (place(a.base, step), maps)
-                    if entry not in self.maps:
-                        self.maps.append(entry)
-                    arguments.append(first_map + self.maps.index(entry))
-                    arguments += map(fixed, maps.rest)
-            arguments += map(fixed, (*each.free, *each.constants))
-            picks.append((bare, arguments))
-        stream = first_map + len(self.maps)
-        self.fixed = fixed.values
-        self.launches = [
-            (run, itemgetter(*(stream if a == "stream" else a if a >= 0 else stream - a for a in arguments)))
-            for run, arguments in picks
-        ]
-        self.offsets, self.bytes = shared([b.numel() * b.element_size() for b in buffers], uses)
+                    self.constant.append(value)
+                    picks.append((kind, len(self.constant) - 1))
+            picked.append((run, picks))
+        if launched and not uses[len(addresses)]:
+            raise _Unknown("what writes the output")
+        first = {"tensor": 0, "map": len(every), "stream": len(every) + len(self.maps)}
+        first["constant"] = first["stream"] + 1
+        self.launches = [(run, itemgetter(*(first[kind] + i for kind, i in picks))) for run, picks in picked]
+        sizes = [t.numel() * t.element_size() for t in buffers]
+        self.offsets, self.bytes = placed(sizes, [uses[len(addresses) + 1 + i] for i in range(len(buffers))])
 
     def __call__(self, addresses: list[int]) -> torch.Tensor:
+        """The output. `addresses` is the caller's no more."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        scratch = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
+        start = scratch.data_ptr()
         values: list[Any] = addresses
         values.append(out.data_ptr())
-        if self.bytes:
-            scratch = torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
-            start = scratch.data_ptr()
-            values += [start + offset for offset in self.offsets]
+        values += [start + offset for offset in self.offsets]
         for at, maps in self.maps:
             values.append(maps(values[at]))
         values.append(torch._C._cuda_getCurrentRawStream(self.device.index))
-        values += self.fixed
+        values += self.constant
         for run, pick in self.launches:
             run(*pick(values))
         return out
 
 
-class _Fixed:
-    """What never changes. Numbered -1, -2, ...: the value after the stream is the first."""
+def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
+    """Triton's launcher and what it takes: ("tensor", (t, None)), ("map", (t, its maps)), ("stream", _), ("constant",
+    value)."""
+    if launched.compiled is None:
+        raise _Unknown("a kernel that is not kept compiled")
+    run, function, metadata = launched.compiled
+    metas = None
 
-    def __init__(self) -> None:
-        self.values: list[Any] = []
+    def constants(*values: Any) -> list[tuple[str, Any]]:
+        return [("constant", v) for v in values]
 
-    def __call__(self, value: Any) -> int:
-        self.values.append(value)
-        return -len(self.values)
+    taken = [*constants(*launched.grid, 1), ("stream", None), *constants(function, metadata, None, None, None)]
+    for a in launched.arguments:
+        if isinstance(a, int):
+            taken += constants(a)
+        elif isinstance(a, torch.Tensor):
+            taken.append(("tensor", (a, None)))
+        else:
+            if metas is None:
+                run, metas = _without_encoding(run)
+            maps = _maps(a, next(metas))
+            taken += [("map", (a.base, maps)), *constants(*maps.rest)]
+    return run, [*taken, *constants(*launched.free, *launched.constants)]
 
 
-def shared(sizes: Sequence[int], uses: Sequence[set[int]]) -> tuple[list[int], int]:
-    """Where each buffer starts, and the bytes of all; those whose launches don't overlap in time may share memory."""
-    placed: list[tuple[int, int, set[int]]] = []  # start, end, launches
+def placed(sizes: Sequence[int], uses: Sequence[Sequence[int]]) -> tuple[list[int], int]:
+    """Where each buffer starts, and the bytes of all: two may share memory if all launches that use one come first."""
+    ends: list[tuple[int, int, Sequence[int]]] = []  # of those placed: start, end, launches
     starts = []
     for size, launches in zip(sizes, uses, strict=True):
         size = -(-max(size, 1) // _ALIGNED) * _ALIGNED
         start = 0
-        for first, end, others in sorted(placed, key=itemgetter(0)):
+        for first, end, others in sorted(ends, key=itemgetter(0)):
             apart = not launches or not others or max(launches) < min(others) or max(others) < min(launches)
             if not apart and first < start + size and start < end:
                 start = end
-        placed.append((start, start + size, launches))
+        ends.append((start, start + size, launches))
         starts.append(start)
-    return starts, max((end for _, end, _ in placed), default=0)
+    return starts, max((end for _, end, _ in ends), default=0)
 
 
-def is_descriptor(argument: Any) -> bool:
-    return hasattr(argument, "block_shape")
+# --- tensor maps: what a kernel gets for a tensor descriptor. Triton encodes one at each launch, in Python ---
 
 
-def _bare(run: Any) -> tuple[Any, Any]:
-    """Triton's launcher without what encodes a tensor map of each descriptor at each call, and the maps' metadata."""
-    inside = inspect.getclosurevars(run.launch).nonlocals
-    if "launcher" not in inside or not inside.get("tensordesc_meta"):
-        raise _Unseen("this triton makes tensor maps elsewhere")
-    bare = copy.copy(run)
-    bare.launch = inside["launcher"]
-    return bare, iter(inside["tensordesc_meta"])
+class TensorMaps:
+    """The tensor maps of descriptors that differ in their address only; kept, since they hold nothing else.
 
-
-class Maps:
-    """The tensor maps of one shape of operand, by address."""
+    rest: the descriptor's shape and strides, which a kernel takes after the map.
+    """
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
-        self.descriptor, self.meta, self.made = copy.copy(descriptor), meta, {}
+        self.descriptor, self.meta = copy.copy(descriptor), meta
         self.rest = _encode(descriptor, meta)[1:]
-        self.descriptor.base = None
+        self.descriptor.base = None  # no tensor is kept
+        self.made: dict[int, Any] = {}
 
     def __call__(self, address: int) -> Any:
         found = self.made.get(address)
@@ -239,7 +242,7 @@ class Maps:
 
 
 class _At:
-    """Stands for a tensor of which its address is asked."""
+    """Stands for a tensor of which only the address is asked."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -248,17 +251,27 @@ class _At:
         return self.address
 
 
-_known: dict[Any, Maps] = {}
+_known_maps: dict[Any, TensorMaps] = {}
 
 
-def _maps(descriptor: Any, meta: Any) -> Maps:
-    """Those of all descriptors that differ in addresses only."""
+def _maps(descriptor: Any, meta: Any) -> TensorMaps:
     key = (tuple(descriptor.shape), tuple(descriptor.strides), descriptor.padding, repr(meta))
-    if key not in _known:
-        if len(_known) >= _MOST:
-            _known.clear()
-        _known[key] = Maps(descriptor, meta)
-    return _known[key]
+    found = _known_maps.get(key)
+    if found is None:
+        if len(_known_maps) >= _MOST:
+            _known_maps.clear()
+        found = _known_maps[key] = TensorMaps(descriptor, meta)
+    return found
+
+
+def _without_encoding(run: Any) -> tuple[Any, Any]:
+    """Triton's launcher without its step that encodes descriptors, and what that step knows of each of them."""
+    inside = inspect.getclosurevars(run.launch).nonlocals
+    if "launcher" not in inside or not inside.get("tensordesc_meta"):
+        raise _Unknown("where this triton encodes descriptors")
+    bare = copy.copy(run)
+    bare.launch = inside["launcher"]
+    return bare, iter(inside["tensordesc_meta"])
 
 
 @lru_cache(None)
@@ -269,6 +282,6 @@ def _encoder() -> tuple[Any, int]:
 
 
 def _encode(descriptor: Any, meta: Any) -> list[Any]:
-    """[tensor map, *shape, *strides], what a kernel takes for a descriptor."""
+    """[tensor map, *shape, *strides]."""
     make, parameters = _encoder()
-    return make(descriptor, meta, *(None,) * (parameters - 2))
+    return list(make(descriptor, meta, *(None,) * (parameters - 2)))

@@ -15,14 +15,13 @@ from ..verdict import Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
 from .triton_grouped import (
-    on_device,
     one_stride_pattern,
+    replayed,
     triton_available,
     triton_supports,
     triton_version,
     whole_knobs,
 )
-from .triton_listed import by_table
 from .triton_work import decode_work
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class TritonDecode(Provider):
                 E=E, k_major=down_k_major, rows=rows,
             )  # fmt: skip
 
-        return on_device(by_table(run) if spec.tensors == "listed" else run, device)
+        return replayed(run, spec, device)
 
     def version(self) -> str:
         return triton_version()

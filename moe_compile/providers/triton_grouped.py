@@ -139,22 +139,19 @@ class TritonGrouped(Provider):
                 post_scale=packed.post_scale,
             )  # fmt: skip
 
-        return on_device(by_table(run) if spec.tensors == "listed" else run, device)
+        return replayed(run, spec, device)
 
     def version(self) -> str:
         return triton_version()
 
 
 def on_device(run: Launcher, device: torch.device) -> Launcher:
-    """`run` replayed where it can be (kernels/tape.py), with `device` current: Triton launches on the current one,
-    whatever its arguments say."""
+    """`run` with `device` current: Triton launches on the current one, whatever its arguments say."""
     import torch
-
-    from ..kernels.tape import recorded
 
     if device.type != "cuda":
         return run
-    run, current, index = recorded(run), torch._C._cuda_getDevice, device.index
+    current, index = torch._C._cuda_getDevice, device.index
 
     def guarded(
         hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
@@ -165,6 +162,14 @@ def on_device(run: Launcher, device: torch.device) -> Launcher:
             return run(hidden_TH, ids_TK, weights_TK, packed)
 
     return guarded
+
+
+def replayed(run: Launcher, spec: ExpertsSpec, device: torch.device) -> Launcher:
+    """A launcher of `run`, which launches our kernels only: a table for listed experts, and a tape on CUDA."""
+    from ..kernels.tape import recorded
+
+    run = recorded(run) if device.type == "cuda" else run
+    return on_device(by_table(run) if spec.tensors == "listed" else run, device)
 
 
 def whole_knobs(provider: str, tactic: Tactic, names: tuple[str, ...]) -> dict[str, int]:

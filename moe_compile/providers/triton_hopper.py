@@ -17,8 +17,8 @@ from ..work import Work
 from .base import Launcher, Provider, Tactic
 from .triton_grouped import (
     active_experts,
-    on_device,
     one_stride_pattern,
+    replayed,
     triton_available,
     triton_supports,
     triton_version,
@@ -129,7 +129,7 @@ class TritonHopper(Provider):
                 post_scale=packed.post_scale,
             )  # fmt: skip
 
-        return on_device(run, device)
+        return replayed(run, spec, device)
 
     def version(self) -> str:
         return triton_version()

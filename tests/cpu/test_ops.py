@@ -179,6 +179,25 @@ def test_double_backward_is_refused():
         grad.sum().backward()
 
 
+def test_modes_see_the_operator():
+    """Also where no gradient is wanted, and its kernel is called without a second pass through the dispatcher."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    c = case_of(spec_of("f32"), 5)
+    with torch.no_grad():
+        plain = call(c)
+        with Noting():
+            assert torch.equal(call(c), plain)
+    assert seen[0] == "moe_compile.experts.default"
+
+
 def test_result_is_fresh_and_inputs_are_only_read():
     c = case_of(spec_of("f32", K=1, weight="none", act="swiglu"), 5)
     before = c.map(torch.clone)

@@ -9,13 +9,14 @@ anything: the report holds only what was recorded.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from . import journal
+from .breaks import Break, Watch, breaks
 from .journal import Where
+from .overlooked import Evidence, Overlooked, overlooked
 from .spec import ExpertsSpec, MoESpec
 from .tables import bucket_rows, columns, count, places, plan_lines, trial_rows, verdicts
 
@@ -68,15 +69,6 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Break:
-    """Where Dynamo ended a graph, and why, in its words; `times` counts frames, which run for several layers."""
-
-    reason: str
-    where: Where
-    times: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Report:
     """`graphs` counts the graphs that Dynamo handed over; the lists are in program order. `print(report)`."""
 
@@ -87,6 +79,8 @@ class Report:
     breaks: tuple[Break, ...] = ()
     uncaptured: tuple[tuple[str, str], ...] = ()
     """MoE modules that Dynamo can't capture but `moe_compile.prepare` can change: (path, what breaks the graph)."""
+    overlooked: tuple[Overlooked, ...] = ()
+    """Modules that count experts, in whose graphs nothing looks like an MoE block, or that are in none."""
 
     @classmethod
     def from_events(cls, events: Iterable[journal.Event]) -> Report:
@@ -140,6 +134,7 @@ class Report:
         regions = [{**asdict(r), "spec": str(r.spec)} for r in self.regions]
         rest = {"rejections": [asdict(r) for r in self.rejections], "failures": [asdict(f) for f in self.failures]}
         rest["breaks"] = [asdict(b) for b in self.breaks]
+        rest["overlooked"] = [asdict(o) for o in self.overlooked]
         return {"graphs": self.graphs, "regions": regions, **rest, "uncaptured": [list(u) for u in self.uncaptured]}
 
     def __str__(self) -> str:
@@ -168,6 +163,13 @@ class Report:
                 f"  because of  {same_why[0][1]}",
                 "  remedy      moe_compile.prepare(model) gives it a form that can be captured",
             ]
+        for alike in _groups(self.overlooked, lambda o: (o.looks, o.why, o.remedy)):
+            lines += [
+                "",
+                f"{places(o.module for o in alike)}: {alike[0].looks}, but no MoE block was found",
+                f"  because     {alike[0].why}",
+                *([f"  remedy      {alike[0].remedy}"] if alike[0].remedy else []),
+            ]
         for b in self.breaks:
             at = f"{b.where.source}  {b.where.code}".strip()
             lines += [
@@ -175,7 +177,7 @@ class Report:
                 f"graph break ({count(b.times, 'time')}): {b.reason}",
                 f"  at          {at or 'source unknown'}",
             ]
-        if not (self.regions or self.rejections or self.failures or self.uncaptured):
+        if not (self.regions or self.rejections or self.failures or self.uncaptured or self.overlooked):
             lines.append("nothing in the graphs looks like an MoE block" if self.graphs else "no graph was compiled")
         return "\n".join(lines)
 
@@ -199,7 +201,10 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
     options = {"moe.inner": "eager", "moe.tune": "cost", **(moe_options or {})}
 
     # A function of its own for each call: Dynamo reuses compiled code only for the same backend.
+    evidence = Evidence()
+
     def moe(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Any:
+        evidence.see(gm.graph)
         return moe_backend(gm, example_inputs, options=options)
 
     target = getattr(model, "_orig_mod", None) or getattr(model, "_torchdynamo_orig_callable", None) or model
@@ -210,27 +215,18 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         own_cache["isolate_recompiles"] = True  # else this compilation counts against the model's recompile limit
     compiled: Any = torch.compile(target, backend=moe, **own_cache)
-    seen = len(torch._dynamo.utils.graph_break_reasons)
+    watch = Watch()
     with journal.capture() as events:
         compiled(*args, **kwargs)
     report = Report.from_events(events)
+    endings = watch.endings()
     uncaptured = () if module is None else tuple(breaking(module))
-    return replace(report, breaks=_breaks(torch._dynamo.utils.graph_break_reasons[seen:]), uncaptured=uncaptured)
-
-
-def _breaks(reasons: Iterable[Any]) -> tuple[Break, ...]:
-    """Dynamo's list of graph breaks, each place once: the innermost line of the model's code."""
-    found: dict[tuple[str, Where], int] = {}
-    for r in reasons:
-        if not r.graph_break:
-            continue
-        frame = r.user_stack[-1] if r.user_stack else None
-        source = "" if frame is None else f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        title, *rest = (line.strip() for line in r.reason.strip().splitlines())
-        why = next((line.removeprefix("Explanation: ") for line in rest if line.startswith("Explanation: ")), "")
-        key = f"{title}: {why}" if why else title, Where(source=source, code=(frame and frame.line) or "")
-        found[key] = found.get(key, 0) + 1
-    return tuple(Break(reason=reason, where=where, times=n) for (reason, where), n in found.items())
+    stays: tuple[Overlooked, ...] = ()
+    if module is not None and not report.failures:
+        found = [*(r.where for r in report.regions), *(r.where for r in report.rejections)]
+        told = [*(where.module for where in found), *(path for path, _ in uncaptured)]
+        stays = tuple(overlooked(module, evidence, told, endings))
+    return replace(report, breaks=breaks(endings), uncaptured=uncaptured, overlooked=stays)
 
 
 def _groups(items: Sequence[Any], key: Any) -> list[list[Any]]:

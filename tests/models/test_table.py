@@ -9,8 +9,11 @@ import functools
 
 import pytest
 import table
+import torch
 import transformers
 from table import DOCS, FAMILIES, Outcome, documented, line, outcome
+
+import moe_compile
 
 GAP = 1e-5  # of fp32 logits, to the largest; the largest seen is 1.4e-6
 
@@ -50,6 +53,24 @@ def test_batched_form_with_dynamic_shapes(name: str) -> None:
     if not _has_batched_form(name):
         pytest.skip(f"{name} has no batched form")
     check(name, outcome(name, "batched_mm", dynamic=True))
+
+
+STAYS = {
+    "doge": "its experts are rows of embeddings (2 embeddings), no linears that expert ids choose",
+    "vitpose_backbone": "nothing around it chooses experts by a top-k or a sort (6 linears in it)",
+}
+
+
+@pytest.mark.parametrize("name", [n for n, f in FAMILIES.items() if "stays" in f])
+def test_explain_says_why_a_block_stays(name: str) -> None:
+    if o := outcome(name).absent:
+        pytest.skip(o)
+    torch._dynamo.reset()
+    model = table.build(name)
+    with torch.no_grad():
+        report = moe_compile.explain(model, **table.inputs(name, model))
+    assert {o.why for o in report.overlooked} == {STAYS[name]}
+    assert len(report.overlooked) == FAMILIES[name]["blocks"]
 
 
 @functools.cache

@@ -1,13 +1,15 @@
 """The one timing protocol: in, named functions; out, a Timing each. Tuning and benchmarks both use it.
 
 Machines drift (clocks, heat, neighbours), so contenders are never timed one after the other: every round times each of
-them once, in an order that rotates, and a contender's time is the median over rounds. One sample repeats the call until
+them once, in an order of its own, so that none always follows the same one (which may have heated the chip, or left
+much in a cache), and a contender's time is the median over rounds. One sample repeats the call until
 it fills `sample_seconds`, so that clock resolution and call overhead don't show. Ratios are of the same round, then the
 median: what drifts slower than a round cancels.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +70,16 @@ def compare(
         sample(call, 1)
         once = min(sample(call, 1), sample(call, 1))
         repeats[name] = max(1, round(sample_seconds / max(once, 1e-9)))
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    names = list(contenders)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            samples[name].append(sample(contenders[name], repeats[name]))
+    return _interleaved(list(contenders), rounds, lambda name: sample(contenders[name], repeats[name]))
+
+
+def _interleaved(names: Sequence[str], rounds: int, sample: Callable[[str], float]) -> dict[str, Timing]:
+    """One sample of each name a round, in a drawn order; the same orders every time."""
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    draw = random.Random(0)
+    for _ in range(rounds):
+        for name in draw.sample(names, len(names)):
+            samples[name].append(sample(name))
     return {name: Timing(samples=tuple(s)) for name, s in samples.items()}
 
 
@@ -121,12 +128,7 @@ def compare_captured(
         captured.seconds(1)
         once = captured.seconds(1) * captured.calls
         replays[name] = max(1, round(sample_seconds / max(once, 1e-9)))
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    names = list(graphs)
-    for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            samples[name].append(graphs[name].seconds(replays[name]))
-    return {name: Timing(samples=tuple(s)) for name, s in samples.items()}
+    return _interleaved(list(graphs), rounds, lambda name: graphs[name].seconds(replays[name]))
 
 
 def compare_graphs(

@@ -37,6 +37,7 @@ from .suite import GEOMETRIES, exact, limit, tokens_of, weights_of
 from .tune import faults
 from .verdict import Reject
 
+HOPELESS = 4.0
 ENDS = [0, -1]  # rows that are checked
 Makers = Mapping[str, Callable[[], Any]]  # builders of a Run, by the names of their tactics
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sonic-moe")
@@ -85,6 +86,11 @@ def contenders(
             for c in (priced.candidate for priced in shortlist(spec, here, T, names)[:most])
         }
 
+    def far(name: str) -> float:
+        """Its best predicted time over the best of ours."""
+        mine, best = (shortlist(spec, here, T, names)[:1] for names in ((name,), ours))
+        return mine[0].seconds / best[0].seconds if mine and best else 0.0
+
     able = {name: p.available() and p.supports(spec, here) for name, p in providers().items()}
     ours = tuple(n for n, verdict in able.items() if n.startswith("triton_") and verdict)
     if not tactics:
@@ -98,6 +104,8 @@ def contenders(
         column = name.replace("triton_", "moe_") if name != "aten" else "moe_aten"
         if isinstance(verdict, Reject):
             found[column] = verdict
+        elif name in ours and far(name) > HOPELESS:
+            found[column] = Reject("not tried", "predicted to take several times as long as the best of ours")
         elif tactics:
             found |= {label: {label: make} for label, make in ways((name,), tactics).items()}
         elif makers := ways((name,), 1 if providers()[name].priced else None):
@@ -159,7 +167,7 @@ class Contest:
                 else:
                     ready[label] = got
             if len(ready) > 1:
-                times = self._time(ready, 3)
+                times = self._time(ready, 5)
                 ready = {label: ready[label] for label in sorted(ready, key=lambda k: times[k].median)[:1]}
             for label, run in ready.items():
                 failed.pop(name, None)

@@ -1,5 +1,7 @@
 """The timing protocol, on a clock that the tests wind: interleaving, medians, ratios within a round."""
 
+import itertools
+
 import pytest
 
 from moe_compile import bench
@@ -31,10 +33,14 @@ def test_medians_and_ratio(monkeypatch):
     assert times["a"].spread == pytest.approx(0, abs=1e-9)
 
 
-def test_rounds_interleave_and_rotate(monkeypatch):
+def test_every_round_times_each_once_and_none_always_follows_the_same(monkeypatch):
     clock = Clock(monkeypatch)
-    compare({n: clock.contender(n, 1.0) for n in "abc"}, rounds=3, sample_seconds=0.5)
-    assert "".join(clock.calls[9:]) == "abcbcacab"  # three warming calls each come first
+    compare({n: clock.contender(n, 1.0) for n in "abc"}, rounds=12, sample_seconds=0.5)
+    calls = clock.calls[9:]  # three warming calls each come first
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, len(calls), 3)]
+    assert len(rounds) == 12 and all(sorted(r) == list("abc") for r in rounds)
+    for name in "abc":
+        assert len({before for before, after in itertools.pairwise(calls) if after == name} - {name}) == 2
 
 
 def test_a_machine_that_slows_down_does_not_bend_the_ratio(monkeypatch):

@@ -2,8 +2,7 @@
 
 import functools
 import gc
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,17 +10,13 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from gpu_kernels import OAI, OSS, error, tokens_of, torch_path, weights_of
-
 from moe_compile import ops as _registered  # noqa: F401  (the operator)
-from moe_compile import reference, tune
+from moe_compile import suite, tune
 from moe_compile.activation import Activation
 from moe_compile.cache import Cache
 from moe_compile.clock import Clock
 from moe_compile.hardware import facts
-from moe_compile.operands import ExpertWeights
+from moe_compile.peers import PEERS
 from moe_compile.plan import plan_experts
 from moe_compile.providers import copied_bytes, flashinfer, launcher, providers, stored
 from moe_compile.spec import ExpertsSpec, Layout
@@ -39,6 +34,27 @@ DRAWS = 64
 
 def spec_of(act: str = "swiglu", **changes) -> ExpertsSpec:
     return ExpertsSpec(**{"E": 32, "K": 4, "H": 512, "I": 256, "act": Activation.parse(act), **changes})
+
+
+SPECS = {
+    "swiglu": spec_of(), "gpt_oss": replace(suite.GEOMETRIES["gpt_oss_20b"], E=32, K=4, H=512, I=256),
+    "geglu_tanh": spec_of("geglu_tanh"), "relu2": spec_of("relu2", gate_up=Layout(halves="up")),
+    "up_gate": spec_of(gate_up=Layout(halves="up_gate"), w="bf16"),
+}  # fmt: skip
+
+
+def weights_of(spec: ExpertsSpec, seed: int = 0):
+    return suite.weights_of(spec, GPU, seed)
+
+
+def tokens_of(spec: ExpertsSpec, T: int, seed: int = 0):
+    return suite.tokens_of(spec, T, GPU, seed)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
+    """(RMS, largest), each relative to the reference's."""
+    d = got.double() - want
+    return (d.norm() / want.norm()).item(), (d.abs().max() / want.abs().max()).item()
 
 
 def needs(name: str, spec: ExpertsSpec, T: int) -> str:
@@ -61,16 +77,12 @@ def assert_as_exact(spec: ExpertsSpec, plan: str, T: int) -> None:
 
     Of a single input the largest error is one element's, and which rounding that met is chance (+-30 %).
     """
-    torch.manual_seed(0)
-    weights = weights_of(spec, "cuda")
-    exact = ExpertWeights.of(spec, *([t.double() for t in several] for several in weights.arguments()[:-1]))
-    spelled = spec.gated and not spec.gate_up.halves.startswith("up_gate")
-    errors = []
-    for _ in range(DRAWS):
-        x, ids, w = tokens = tokens_of(spec, T)
-        truth = reference.experts(reference.exact(spec), x.double(), ids, w.double(), exact)
-        theirs = torch_path(spec, *tokens, weights) if spelled else run(spec, weights, *tokens, "*:aten")
-        errors.append((error(run(spec, weights, *tokens, plan), truth), error(theirs, truth)))
+    weights, by_torch, errors = weights_of(spec), PEERS["torch._grouped_mm"](spec, GPU), []
+    for seed in range(DRAWS):
+        tokens = tokens_of(spec, T, seed)
+        truth = suite.exact(spec, range(T), tokens, weights)
+        got, theirs = run(spec, weights, *tokens, plan), by_torch(*tokens, weights)
+        errors.append((error(got, truth), error(theirs, truth)))
     ours, theirs = torch.tensor(errors, dtype=torch.float64).mean(0)
     print(plan, T, "rms, largest, of torch's:", [round(r, 3) for r in (ours / theirs).tolist()])
     assert (ours <= BOUND * theirs).all(), (ours, theirs)
@@ -85,16 +97,8 @@ def no_fallback(recwarn):
 
 @pytest.mark.parametrize("T", [1, 2, 7, 64, 300])
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(
-    ("act", "changes"),
-    [
-        ("swiglu", {}), (OAI, OSS), ("geglu_tanh", {}), ("relu2", {"gate_up": Layout(halves="up")}),
-        ("swiglu", {"gate_up": Layout(halves="up_gate"), "w": "bf16"}),
-    ],
-    ids=["swiglu", "gpt_oss", "geglu_tanh", "relu2", "up_gate"],
-)  # fmt: skip
-def test_as_exact_as_torch(act, changes, name, T):
-    spec = spec_of(act, **changes)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+def test_as_exact_as_torch(spec, name, T):
     assert_as_exact(spec, needs(name, spec, T), T)
 
 
@@ -102,7 +106,7 @@ def test_as_exact_as_torch(act, changes, name, T):
 def test_repeated_ids_and_ids_outside(name):
     spec, T = spec_of(), 8
     plan = needs(name, spec, T)
-    weights, (x, ids, w) = weights_of(spec, "cuda"), tokens_of(spec, T)
+    weights, (x, ids, w) = weights_of(spec), tokens_of(spec, T)
     ids[1, 1] = ids[1, 0]
     ids[2] = ids[2, 3]
     ids[3, 0], ids[4, 2], ids[5] = -1, spec.E, 2**31 - 1
@@ -118,9 +122,9 @@ def test_memory_is_what_was_declared(name):
     spec = spec_of(E=64, H=2048, I=768)
     plan = needs(name, spec, 4)
     tokens = tokens_of(spec, 4)
-    run(spec, weights_of(spec, "cuda"), *tokens, plan)  # compiles and tunes
+    run(spec, weights_of(spec), *tokens, plan)  # compiles and tunes
     gc.collect()
-    weights, declared = weights_of(spec, "cuda"), copied_bytes((name,), spec)
+    weights, declared = weights_of(spec), copied_bytes((name,), spec)
     held = stored.held_bytes()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -140,12 +144,12 @@ def test_memory_is_what_was_declared(name):
 def test_a_captured_graph_follows_new_inputs_and_new_weights(name):
     spec, T = spec_of(), 4
     plan = needs(name, spec, T)
-    weights, (x, ids, w) = weights_of(spec, "cuda"), tokens_of(spec, T)
+    weights, (x, ids, w) = weights_of(spec), tokens_of(spec, T)
     run(spec, weights, x, ids, w, plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = run(spec, weights, x, ids, w, plan)
-    fresh = tokens_of(spec, T)
+    fresh = tokens_of(spec, T, seed=1)
     for old, new in zip((x, ids, w), fresh):
         old.copy_(new)
     for t in (weights.gate_up[0], weights.down):
@@ -160,7 +164,7 @@ def test_a_captured_graph_follows_new_inputs_and_new_weights(name):
 def test_under_inductor_with_cuda_graphs(name):
     spec, T = spec_of(), 4
     plan = needs(name, spec, T)
-    layers, text = [weights_of(spec, "cuda").arguments() for _ in range(2)], str(spec)
+    layers, text = [weights_of(spec, seed).arguments() for seed in range(2)], str(spec)
 
     def forward(x, ids, w, plan):
         for arguments in layers:
@@ -173,8 +177,8 @@ def test_under_inductor_with_cuda_graphs(name):
     torch._dynamo.reset()
     compiled = torch.compile(functools.partial(forward, plan=plan), mode="reduce-overhead", fullgraph=True)
     with torch.no_grad():
-        for _ in range(4):
-            tokens = tokens_of(spec, T)
+        for seed in range(4):
+            tokens = tokens_of(spec, T, seed)
             torch.compiler.cudagraph_mark_step_begin()
             got, expected = compiled(*tokens).clone(), forward(*tokens, "*:aten")
             assert (got - expected).abs().max() <= 1e-2 * expected.abs().max()
@@ -183,7 +187,7 @@ def test_under_inductor_with_cuda_graphs(name):
 def test_what_its_tuner_found_is_timed_kept_and_not_searched_again(tmp_path, monkeypatch):
     name, spec = "flashinfer_cutlass", spec_of()
     needs(name, spec, 32)
-    pool = zipf(spec, weights_of(spec, "cuda").arguments(), GPU, rows=64, seed=0)
+    pool = zipf(spec, weights_of(spec).arguments(), GPU, rows=64, seed=0)
     offers = plan_experts(spec, facts(GPU), weight_copy_bytes=1 << 40).lists[32]
     (tuned,) = tune.tune(
         spec, {32: offers}, {32: 32}, Workload(spec=spec, kind=ZIPF, pools=(pool,), seed=0), device=GPU,
@@ -198,22 +202,57 @@ def test_what_its_tuner_found_is_timed_kept_and_not_searched_again(tmp_path, mon
     assert_as_exact(spec, f"*:{trial.candidate}", 24)
 
 
-FORCED = [("ffma_1_4", "ffma"), ("ffma_8_2", "ffma"), ("wgmma_2_2_128", "wgmma"), ("wgmma_2_4_128", "wgmma")]
+# A geometry and token count of each backend, and its tactics by kind: those of different kinds run different kernels.
+LOW_LATENCY = "flashinfer_frost_low_latency"
+FORCED = {
+    LOW_LATENCY: (  # FMA and tensor cores, at their boundary
+        spec_of(E=64, K=10, H=2048, I=512), 4,
+        {"ffma_1_4": "FMA", "ffma_8_2": "FMA", "wgmma_2_2_128": "wgmma", "wgmma_2_4_128": "wgmma"},
+    ),
+    "flashinfer_cutlass": (spec_of(), 64, {"21_100": "21_100", "12_75": "12_75"}),
+    "flashinfer_cute_dsl_sm90": (
+        spec_of(), 64, {f"{m}_{m}_{n}_1_{m}_{n}_1_1_0": f"{m} x {n}" for m in (64, 128) for n in (64, 128)},
+    ),
+}  # fmt: skip
 
 
-def test_the_tactic_that_is_named_is_the_one_that_runs():
-    """FMA and tensor-core kernels at their boundary (T = 4 of this geometry), by the names of what ran."""
-    name, spec, T = "flashinfer_frost_low_latency", spec_of(E=64, K=10, H=2048, I=512), 4
+@pytest.mark.parametrize("name", FORCED)
+def test_the_tactic_that_is_named_is_the_one_that_runs(name):
+    """By the names of the kernels that ran."""
+    spec, T, picks = FORCED[name]
     needs(name, spec, T)
-    weights, tokens = weights_of(spec, "cuda"), tokens_of(spec, T)
+    weights, tokens = weights_of(spec), tokens_of(spec, T)
     ran = {}
-    for pick, _ in FORCED:
+    for pick in picks:
         plan = f"*:{name}(PICK={pick})"
         run(spec, weights, *tokens, plan)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run(spec, weights, *tokens, plan)
             torch.cuda.synchronize()
         ran[pick] = frozenset(e.key for e in profile.key_averages()) - {"_merge_kernel"}
-    for pick, kind in FORCED:
-        others = [p for p, k in FORCED if k != kind]
+    for pick, kind in picks.items():
+        others = [p for p, k in picks.items() if k != kind]
         assert all(ran[pick] - ran[other] for other in others), ran
+
+
+@pytest.mark.parametrize("T", [4, 8])
+def test_its_tuner_chooses_well_between_fma_and_tensor_cores(T):
+    spec, _, picks = FORCED[LOW_LATENCY]
+    needs(LOW_LATENCY, spec, T)
+    weights, tokens = [weights_of(spec, seed) for seed in range(4)], tokens_of(spec, T)
+    plans = {pick: f"*:{LOW_LATENCY}(PICK={pick})" for pick in picks} | {"its own": f"*:{LOW_LATENCY}"}
+    calls = {name: [functools.partial(run, spec, w, *tokens, plan) for w in weights] for name, plan in plans.items()}
+    for several in calls.values():
+        several[0]()
+    took = {name: t.median for name, t in Clock(device=GPU, launch="graph")(calls, 11).items()}
+    assert took["its own"] <= 1.1 * min(took.values()), took
+
+
+@pytest.mark.parametrize("T", [4, 7])
+@pytest.mark.parametrize("name", FORCED)
+def test_every_named_tactic_is_as_exact_as_torch(name, T):
+    spec, at, picks = FORCED[name]
+    needs(name, spec, T)
+    for pick in picks:
+        if not pick.startswith("wgmma") or T == at:  # those are of their exact size
+            assert_as_exact(spec, f"*:{name}(PICK={pick})", T)

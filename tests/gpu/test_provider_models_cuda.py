@@ -49,7 +49,7 @@ def greedy(model: Any, forward: Any, prompt: torch.Tensor, new: int) -> tuple[li
 
 def compiled(model: Any, name: str, mode: str | None, copies: int) -> Any:
     options = {"moe.provider": FORCED[name], "moe.weight_copy_bytes": copies, "moe.strict": True, "moe.tune": "off"}
-    if mode is None:  # Inductor's part is the other test's
+    if mode is None:  # Inductor's part is the other mode's
         options["moe.inner"] = "aot_eager"
     return torch.compile(model, backend=functools.partial(moe_backend, mode=mode, options=options), fullgraph=True)
 
@@ -108,11 +108,12 @@ def qwen3_30b() -> Any:
         return Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 @pytest.mark.parametrize("name", FORCED)
-def test_trained_model(name: str, byte_moe: Any) -> None:
+def test_trained_model(name: str, mode: str | None, byte_moe: Any) -> None:
     needs(name, byte_moe)
     prompt = torch.tensor(list(PROMPT.encode()), device=GPU)[None]
-    check(byte_moe, name, prompt, NEW, None, close=2**-6)
+    check(byte_moe, name, prompt, NEW, mode, close=2**-6)
 
 
 @pytest.mark.parametrize("name", FORCED)

@@ -479,9 +479,16 @@ def test_what_it_cannot_serve_goes_to_aten(fake, monkeypatch):
     with pytest.warns(UserWarning, match="fake leaves calls to aten: too many tokens: 9 are over 8"):
         assert torch.equal(call(9, weights), by_aten(9, weights))
     monkeypatch.setattr(fi, "capturing", lambda: True)
-    with pytest.warns(UserWarning, match="isn't (tuned for these sizes|laid out)|aren't laid out"):
+    with pytest.warns(UserWarning, match="FlashInfer isn't tuned for these sizes inside a CUDA graph"):
         assert torch.equal(call(4, weights), by_aten(4, weights))
     assert fake.did == []  # never untuned
+    monkeypatch.setattr(fi, "capturing", lambda: False)
+    call(4, weights)
+    monkeypatch.setattr(fi, "capturing", lambda: True)
+    assert not torch.equal(call(4, weights), by_aten(4, weights))  # the library's own rounding: it ran
+    other = small_weights()
+    with pytest.warns(UserWarning, match="weights aren't laid out yet inside a CUDA graph"):
+        assert torch.equal(call(4, other), by_aten(4, other))
     strided = ExpertWeights(gate_up=weights.gate_up, down=weights.down.mT.contiguous().mT)
     monkeypatch.setattr(fi, "capturing", lambda: False)
     with pytest.warns(UserWarning, match="weights are not contiguous"):

@@ -22,17 +22,13 @@ from torch import Tensor
 from . import reference
 from .hardware import facts
 from .operands import ExpertWeights, checker
-from .providers import Candidate, Launcher, Plan, launcher, triton_backward, triton_route
+from .providers import Candidate, Launcher, Plan, bypassing, launcher, triton_backward, triton_route
 from .providers.aten_backward import backward as _aten_backward
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
 _LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
-# A kernel needs neither autocast, since the spec decides dtypes, nor the tracking of views, a quarter of their cost.
-_BYPASSED = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-for _key in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"):
-    _BYPASSED = _BYPASSED | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{_key}"))
-_NO_VIEWS = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView)
-_DEVICES = (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)
+_BELOW = torch._C._after_autograd_keyset.remove(torch._C.DispatchKey.ADInplaceOrView).raw_repr()
+_PLAIN = [torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CPU)]
 _OPERANDS = (
     "Tensor hidden, Tensor ids, Tensor? weights, Tensor[] gate_up, Tensor[] down, Tensor[] gate_up_bias, "
     "Tensor[] down_bias, Tensor? post_scale, str spec"
@@ -99,9 +95,8 @@ def _experts(
     call = _call(spec, plan, hidden.device)
     call.check(hidden, ids, weights, gate_up, down, gate_up_bias, down_bias, post_scale)
     launch = call.only or call.launcher(hidden.shape[0])
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
-        packed = ExpertWeights.of(call.spec, gate_up, down, gate_up_bias, down_bias, post_scale)
-        return launch(hidden, ids, weights, packed)
+    packed = ExpertWeights.of(call.spec, gate_up, down, gate_up_bias, down_bias, post_scale)
+    return launch(hidden, ids, weights, packed)
 
 
 def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
@@ -117,7 +112,7 @@ def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest
     *operands, spec, plan = rest
     call = _call(spec, plan, hidden.device)
     call.check(hidden, ids, weights, *operands)
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+    with bypassing():
         packed = ExpertWeights.of(call.spec, *operands)
         if call.trains(packed):
             return triton_backward.forward(call.spec, hidden, ids, weights, packed)
@@ -138,10 +133,10 @@ def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
         out: Tensor = torch.ops.moe_compile.experts_training.default(*operands)[0]
         return out
-    below = keys & torch._C._after_autograd_keyset
+    if keys.raw_repr() & _BELOW in _PLAIN:  # tensors of a device, no mode: a second pass through the dispatcher is 5 us
+        return _experts(*operands)
     with torch._C._AutoDispatchBelowAutograd():
-        if (below & _NO_VIEWS).highestPriorityTypeId() in _DEVICES:  # through the dispatcher again costs 5 us
-            return _experts(*operands)
+        below = keys & torch._C._after_autograd_keyset
         plain: Tensor = torch.ops.moe_compile.experts.default.redispatch(below, *operands)
         return plain
 
@@ -198,7 +193,7 @@ def _experts_backward(grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor
     """The gradients of [hidden, weights, *gate_up, *down, *gate_up_bias, *down_bias, post_scale if there] that `needs`
     names."""
     *operands, needs = rest
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+    with bypassing():
         spec, packed = _packed(operands)
         return _aten_backward(spec, grad, hidden, ids, weights, packed, needs)
 
@@ -219,7 +214,7 @@ def _experts_backward_down(
     kept: gate_up_RG of experts_training; without it, it is computed again.
     """
     *operands, kept, needs = rest
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+    with bypassing():
         spec, packed = _packed(operands)
         return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs)
 
@@ -238,7 +233,7 @@ def _experts_backward_gate_up(
 ) -> list[Tensor]:
     """The other gradients that `needs` names, of what experts_backward_down returned first."""
     *operands, needs = rest
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+    with bypassing():
         spec, packed = _packed(operands)
         return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs)
 
@@ -250,7 +245,7 @@ def _route(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spe
     """
     parsed = RouterSpec.parse(spec)
     _check_route(parsed, logits, bias, expert_scale)
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+    with bypassing():
         return triton_route.route(parsed, logits, bias, expert_scale)
 
 
@@ -293,7 +288,7 @@ def _route_backward(
     dv = (du - dn/dv sum_k du u) / n; the score has its own derivative.
     """
     parsed = RouterSpec.parse(spec)
-    with torch._C._ExcludeDispatchKeyGuard(_BYPASSED):
+    with bypassing():
         if triton_route.backward_supports(parsed, facts(logits.device)):
             return [triton_route.backward(parsed, grad, logits, ids)] if needs[0] else []
         acc = torch.promote_types(torch_dtype(parsed.score_dtype), torch.float32)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from functools import lru_cache, reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any
 
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Candidate", "ExpertWeights", "Launcher", "Plan", "Priced", "Provider", "Tactic", "Unserved", "Work",
-    "copied_bytes", "keep_in", "launcher", "providers",
+    "bypassing", "copied_bytes", "keep_in", "launcher", "providers",
 ]  # fmt: skip
 
 
@@ -38,6 +39,37 @@ def providers() -> dict[str, Provider]:
     }
 
 
+# A kernel needs neither autocast, since the spec decides dtypes, nor autograd, nor the tracking of views.
+_UNNEEDED = (
+    "ADInplaceOrView",
+    "AutogradFunctionality",
+    *(f"Autocast{x}" for x in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1")),
+)
+
+
+@lru_cache(None)
+def _unneeded() -> Any:
+    import torch
+
+    keys = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name)) for name in _UNNEEDED)
+    return reduce(or_, keys)
+
+
+def bypassing() -> Any:
+    """A context in which torch's operators go to their kernels past autocast, autograd and the tracking of views."""
+    import torch
+
+    return torch._C._ExcludeDispatchKeyGuard(_unneeded())
+
+
+def _bypassing(launch: Launcher) -> Launcher:
+    def run(x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Tensor:
+        with bypassing():
+            return launch(x, ids, w, packed)
+
+    return run
+
+
 @lru_cache(1024)
 def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launcher:
     """The candidate's launcher, built once. ValueError names an unknown provider; KeyError never escapes."""
@@ -46,17 +78,17 @@ def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launche
         raise ValueError(f"provider {candidate.provider!r} is not one of {', '.join(known)}")
     provider = known[candidate.provider]
     launch = provider.build(candidate.tactic, spec, device)  # type: ignore[arg-type]
+    if provider.dispatches:
+        launch = _bypassing(launch)
     if provider.reads_any(spec):
         return launch
-    aten = known["aten"].build(Tactic(), spec, device)  # type: ignore[arg-type]
+    aten = _bypassing(known["aten"].build(Tactic(), spec, device))  # type: ignore[arg-type]
 
     def run(x: Tensor, ids: Tensor, w: Tensor | None, packed: ExpertWeights) -> Tensor:
         try:
-            if why := provider.reads(packed):
-                return launch(x, ids, w, packed)
+            return launch(x, ids, w, packed)
         except Unserved as unserved:
-            why = unserved.verdict
-        warn_once(f"moe_compile: {candidate.provider} leaves calls to aten: {why}")
+            warn_once(f"moe_compile: {candidate.provider} leaves calls to aten: {unserved.verdict}")
         return aten(x, ids, w, packed)
 
     return run

@@ -131,6 +131,7 @@ class Provider(ABC):
 
     name: str
     priced = True  # whether the cost model was fitted to its kernels; where not, it competes only by measurement
+    dispatches = True  # whether its launchers compute by torch's operators, which autocast and autograd must not see
 
     @abstractmethod
     def available(self) -> Verdict:
@@ -149,11 +150,11 @@ class Provider(ABC):
         """The work of any tactic that `build` takes. ValueError names knobs that are wrong or don't go together."""
 
     def reads(self, weights: ExpertWeights) -> Verdict:
-        """Whether these very tensors can be read in place, asked on each call. Where not, aten runs the call."""
+        """Whether these very tensors can be read in place. Where not, a launcher raises Unserved."""
         return OK
 
     def reads_any(self, spec: ExpertsSpec) -> bool:
-        """Whether a launcher serves every call that the spec allows. Where not, `reads` is asked and Unserved met."""
+        """Whether a launcher serves every call that the spec allows. Where not, it may raise Unserved."""
         return spec.tensors == "stacked" and spec.gate_up.halves != "separate" and spec.bias == "none"
 
     def copies(self, spec: ExpertsSpec) -> dict[object, int]:

@@ -26,7 +26,8 @@ from ..work import Library, Passed, Work
 from . import flashinfer_api as fi
 from .base import Launcher, Provider, Tactic, Unserved
 from .stored import Stored, readable, stored_weights
-from .triton_grouped import on_device, triton_version
+from .triton_grouped import triton_version
+from .triton_launch import on_device
 
 if TYPE_CHECKING:
     import torch

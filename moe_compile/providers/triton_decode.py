@@ -16,12 +16,12 @@ from ..work import Work
 from .base import Launcher, Provider, Tactic
 from .triton_grouped import (
     one_stride_pattern,
-    replayed,
     triton_available,
     triton_supports,
     triton_version,
     whole_knobs,
 )
+from .triton_launch import launcher_of
 from .triton_work import decode_work
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class TritonDecode(Provider):
     and K columns that a program of the first and of the second launch (there: for each slot) holds, and W(arps)."""
 
     name = "triton_decode"
+    dispatches = False
 
     def available(self) -> Verdict:
         return triton_available()
@@ -81,7 +82,7 @@ class TritonDecode(Provider):
                 E=E, k_major=down_k_major, rows=rows,
             )  # fmt: skip
 
-        return replayed(run, spec, device)
+        return launcher_of(run, self, spec, device)
 
     def version(self) -> str:
         return triton_version()

@@ -19,7 +19,8 @@ from ..spec import ELEMENT_BYTES, ExpertsSpec, torch_dtype
 from ..verdict import OK, Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
-from .triton_listed import alike, by_table
+from .triton_launch import launcher_of
+from .triton_listed import alike
 from .triton_work import grouped_work
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class TritonGrouped(Provider):
     N, K, W(arps), S(tages), SWAP and TMA, all as in kernels.grouped.Tile."""
 
     name = "triton_grouped"
+    dispatches = False
 
     def available(self) -> Verdict:
         return triton_available()
@@ -139,37 +141,10 @@ class TritonGrouped(Provider):
                 post_scale=packed.post_scale,
             )  # fmt: skip
 
-        return replayed(run, spec, device)
+        return launcher_of(run, self, spec, device)
 
     def version(self) -> str:
         return triton_version()
-
-
-def on_device(run: Launcher, device: torch.device) -> Launcher:
-    """`run` with `device` current: Triton launches on the current one, whatever its arguments say."""
-    import torch
-
-    if device.type != "cuda":
-        return run
-    current, index = torch._C._cuda_getDevice, device.index
-
-    def guarded(
-        hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
-    ) -> torch.Tensor:
-        if current() == index:
-            return run(hidden_TH, ids_TK, weights_TK, packed)
-        with torch.cuda.device(device):
-            return run(hidden_TH, ids_TK, weights_TK, packed)
-
-    return guarded
-
-
-def replayed(run: Launcher, spec: ExpertsSpec, device: torch.device) -> Launcher:
-    """A launcher of `run`, which launches our kernels only: a table for listed experts, and a tape on CUDA."""
-    from ..kernels.tape import recorded
-
-    run = recorded(run) if device.type == "cuda" else run
-    return on_device(by_table(run) if spec.tensors == "listed" else run, device)
 
 
 def whole_knobs(provider: str, tactic: Tactic, names: tuple[str, ...]) -> dict[str, int]:

@@ -18,12 +18,12 @@ from .base import Launcher, Provider, Tactic
 from .triton_grouped import (
     active_experts,
     one_stride_pattern,
-    replayed,
     triton_available,
     triton_supports,
     triton_version,
     whole_knobs,
 )
+from .triton_launch import launcher_of
 from .triton_work import hopper_work
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class TritonHopper(Provider):
     the second linear, G row tiles side by side, GATHER whether fc1 reads x's rows by their routes."""
 
     name = "triton_hopper"
+    dispatches = False
 
     def available(self) -> Verdict:
         found = triton_available()
@@ -129,7 +130,7 @@ class TritonHopper(Provider):
                 post_scale=packed.post_scale,
             )  # fmt: skip
 
-        return replayed(run, spec, device)
+        return launcher_of(run, self, spec, device)
 
     def version(self) -> str:
         return triton_version()

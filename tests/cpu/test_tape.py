@@ -279,3 +279,28 @@ def test_tensor_maps_are_kept_by_address(monkeypatch):
     pairs = list(zip((*addresses, *addresses), outs))[1:]  # the first call was recorded
     assert [g[9:15] for g in given] == [(("map of", a), 32, 16, 16, 1, out) for a, out in pairs]
     assert sorted(encoded) == sorted([*addresses, addresses[0]])  # the first also while it was recorded
+
+
+class Passing:
+    """Triton's launcher: as 3.6 passes arguments on, or as 3.9 does (together)."""
+
+    def __init__(self, launch: Any, *, together: bool, scratch: int) -> None:
+        self.launch, self.together = launch, together
+        self.global_scratch_size, self.profile_scratch_size = scratch, 0
+        self.calls = 0
+
+    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *rest: Any) -> None:
+        self.calls += 1
+        head = (x, y, z, stream, function, "cooperative", "scratch")
+        self.launch(*head, rest) if self.together else self.launch(*head, *rest)
+
+
+@pytest.mark.parametrize(("together", "scratch", "direct"), [(0, 0, True), (1, 0, False), (0, 64, False)])
+def test_what_triton_only_passes_on_is_called_directly(together, scratch, direct):
+    taken: list[tuple[str, Any]] = [("constant", 3), ("constant", 1), ("constant", 1), ("stream", None)]
+    taken += [("constant", "function"), ("tensor", "a"), ("tensor", "a"), ("constant", 3)]
+    launcher = Passing(launch := lambda *a: None, together=bool(together), scratch=scratch)
+    found, arguments = tape._passed_on(launcher, taken)
+    extra = [("constant", "cooperative"), ("constant", "scratch")]
+    assert (found, arguments) == ((launch, taken[:5] + extra + taken[5:]) if direct else (launcher, taken))
+    assert launcher.calls == 0

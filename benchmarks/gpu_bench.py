@@ -1,9 +1,12 @@
-"""`moe-compile bench` over every geometry and token count at once, on all GPUs: writes h200.json under $OUT (or .).
+"""`moe-compile bench` over every geometry and token count at once, on all GPUs: h200.json, providers.json under $OUT.
 
 Each geometry's token counts are halved, a process each, and the processes dealt out over the GPUs. All of them first
 draw weights and compile (kernels, Inductor, CuTe-DSL) side by side; then, GPU by GPU, one process after the other has
 the GPU to itself, and times its cells. What other libraries' tuners found while the GPU was shared is forgotten, and
 tuned again. Cells are written as they come; a process whose time is up is ended. How the record stands is printed last.
+providers.json has the cells' providers, and the memory of those that copy weights, of a layer drawn afresh, after
+kernels are compiled: `kept` is what stays allocated after its first call, `peak` the most that the call had beyond what
+was there and its result, `declared` what was said before.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
 TOKENS = tuple(1 << i for i in range(14))
+THEIRS = ("flashinfer", "cudnn")  # other libraries' providers
 WEIGHT = {"dsv3": 2.5, "mixtral": 1.5, "tiny": 0.2}  # of a process's share of the time; others 1
 LAST = 3.0  # seconds that writing and the table take
 
@@ -62,7 +66,58 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             cells.append(of.cell(T))
             say(cells[-1])
             write(folder / "cells.json", contest.as_json(contest.record(cells, device)))
+    write(folder / "memory.json", json.dumps(memory(of, tokens[0])))
     (folder / "done").touch()
+
+
+def memory(of: Any, T: int) -> dict[str, dict[str, int]]:
+    """Bytes of each provider that may copy weights, for one layer."""
+    import torch
+
+    from moe_compile import suite
+    from moe_compile.hardware import facts
+    from moe_compile.providers import copied_bytes, providers
+
+    found: dict[str, dict[str, int]] = {}
+    spec, device = of.spec, of.device
+    of.forget()
+    for name, p in providers().items() if device.type == "cuda" else ():
+        if p.priced or not (p.available() and p.supports(spec, facts(device))):
+            continue
+        if not (offers := p.tactics(spec, facts(device), T)):
+            continue
+        layer, tokens = suite.weights_of(spec, device, 99), suite.tokens_of(spec, T, device)
+        run = p.build(offers[0][0], spec, device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            out = run(*tokens, layer)
+        except RuntimeError as error:
+            say(of.geometry, name, "has no memory:", str(error)[:100])
+            continue
+        torch.cuda.synchronize()
+        own = before + out.numel() * out.itemsize
+        kept, peak = torch.cuda.memory_allocated() - own, torch.cuda.max_memory_allocated() - own
+        found[name] = {"declared": copied_bytes((name,), spec), "kept": kept, "peak": peak}
+        del layer, out
+    return found
+
+
+def providers_of(found: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """The record of providers alone. product: what tuning picks of ours; over_fastest: its time over the fastest's."""
+    cells = []
+    for c in found["cells"]:
+        us = {n.replace("moe_", "triton_"): t for n, t in c["us"].items() if n.startswith(("moe_", *THEIRS))}
+        if (product := us.pop("triton_tuned", None)) and us:
+            fastest = min(us, key=us.__getitem__)
+            cells.append({
+                "geometry": c["geometry"], "T": c["T"], "us": us, "product": product, "fastest": fastest,
+                "over_fastest": round(product / us[fastest], 3),
+            })  # fmt: skip
+    head = {k: found[k] for k in ("date", "device", "versions")}
+    absent = {n: why for n, why in found["absent"].items() if n.startswith(THEIRS)}
+    return {**head, "what": __doc__, "memory": kept, "absent": absent, "cells": cells}
 
 
 def forget() -> None:
@@ -151,12 +206,15 @@ def main() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    parts = []
-    for _, _, folder in sorted(t for some in tasks for t in some):
+    parts: list[Any] = []
+    kept: dict[str, Any] = {}
+    for geometry, _, folder in sorted(t for some in tasks for t in some):
         text = (folder / "log").read_text(errors="replace")
         print("".join(c for c in text if c == "\n" or " " <= c <= "~")[-6000:], flush=True)
         if (folder / "cells.json").exists():
             parts.append(json.loads((folder / "cells.json").read_text()))
+        if (folder / "memory.json").exists():
+            kept.setdefault(geometry, {}).update(json.loads((folder / "memory.json").read_text()))
     if not parts:
         raise SystemExit("no cell was timed")
     found = {**parts[0], "what": contest.__doc__, "absent": {}, "cells": []}
@@ -168,7 +226,9 @@ def main() -> None:
                     found["absent"].setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).extend(Ts)
     order = [*GEOMETRIES, "tiny"]
     found["cells"].sort(key=lambda c: (order.index(c["geometry"]), c["T"]))
-    write(Path(os.environ.get("OUT", ".")) / "h200.json", contest.as_json(found) + "\n")
+    out = Path(os.environ.get("OUT", "."))
+    write(out / "h200.json", contest.as_json(found) + "\n")
+    write(out / "providers.json", contest.as_json(providers_of(found, kept)) + "\n")
     say(len(found["cells"]), "cells")
     print(standing.table(found["cells"]), flush=True)
 

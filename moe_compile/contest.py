@@ -29,7 +29,7 @@ from . import bench
 from .bench import Timing
 from .hardware import facts
 from .operands import ExpertWeights
-from .peers import PEERS, Run
+from .peers import PEERS
 from .plan import SHORT_LIST, plan_experts, shortlist
 from .providers import Unserved, copied_bytes, launcher, providers
 from .spec import ExpertsSpec, torch_dtype
@@ -39,20 +39,21 @@ from .verdict import Reject
 
 HOPELESS = 4.0
 ENDS = [0, -1]  # rows that are checked
-Makers = Mapping[str, Callable[[], Any]]  # builders of a Run, by the names of their tactics
+Makers = Mapping[str, Callable[[], Any]]  # builders of a peers.Run, by the names of their tactics
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sonic-moe")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Seconds a call, by contender; limit in seconds; which tactic a contender of several chose; why others have no
-    time."""
+    """Seconds a call, by contender; limit in seconds; RMS errors on the checked rows, relative; which tactic a
+    contender of several chose; why others have no time."""
 
     geometry: str
     spec: ExpertsSpec
     T: int
     limit: float
     times: dict[str, Timing]
+    errors: dict[str, float]
     chosen: dict[str, str]
     failed: dict[str, str]
 
@@ -63,7 +64,7 @@ class Cell:
             "limit_us": round(1e6 * self.limit, 2), "us": us,
             "ratio": {name: round(1e-6 * t / self.limit, 3) for name, t in us.items()},
             "spread": round(max((t.spread for t in self.times.values()), default=0.0), 4),
-            "chosen": self.chosen,
+            "error": {name: float(f"{e:.2e}") for name, e in self.errors.items()}, "chosen": self.chosen,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -156,28 +157,27 @@ class Contest:
         inputs = [tokens_of(self.spec, T, self.device, 1000 + i) for i in range(len(stack))]
         truth = exact(self.spec, ENDS, inputs[0], stack[0])
         failed: dict[str, str] = {}
-        fastest: dict[str, tuple[str, Any]] = {}
+        fastest: dict[str, _Ready] = {}
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         for name, made in self._contenders(T, failed).items():
-            ready: dict[str, Any] = {}
-            for label, make in made.items():
-                got = self._ready(make, inputs, stack, truth, pool)
-                if isinstance(got, Reject):
-                    failed[name] = str(got)
-                else:
-                    ready[label] = got
-            if len(ready) > 1:
-                times = self._time(ready, 5)
-                ready = {label: ready[label] for label in sorted(ready, key=lambda k: times[k].median)[:1]}
-            for label, run in ready.items():
-                failed.pop(name, None)
-                fastest[name] = label, run
-        times = self._time({name: run for name, (_, run) in fastest.items()}, self.rounds) if fastest else {}
+            found = {label: self._ready(label, make, inputs, stack, truth, pool) for label, make in made.items()}
+            ready = {label: r for label, r in found.items() if isinstance(r, _Ready)}
+            times = self._time(ready, 5) if len(ready) > 1 else {}
+            if ready:
+                fastest[name] = min(ready.values(), key=lambda r: times[r.label].median if times else 0.0)
+            else:
+                failed[name] = str(next(iter(found.values())))
         low = sum(limit(self.spec, ids) for _, ids, _ in inputs) / len(inputs)
-        chosen = {name: label for name, (label, _) in fastest.items() if label != name}
         return Cell(
-            geometry=self.geometry, spec=self.spec, T=T, limit=low, times=times, chosen=chosen, failed=failed
+            geometry=self.geometry, spec=self.spec, T=T, limit=low, failed=failed,
+            times=self._time(fastest, self.rounds) if fastest else {},
+            errors={name: r.error for name, r in fastest.items()},
+            chosen={name: r.label for name, r in fastest.items() if r.label != name},
         )  # fmt: skip
+
+    def forget(self) -> None:
+        """Let go of the weights; the next cell draws them again."""
+        self._stack.clear()
 
     def _contenders(self, T: int, failed: dict[str, str] | None = None) -> dict[str, Makers]:
         found: dict[str, Makers] = {}
@@ -201,30 +201,41 @@ class Contest:
         s, here = self.spec, facts(self.device)
         able = [n for n, p in providers().items() if p.copies(s) and p.available() and p.supports(s, here)]
         one = s.E * s.H * (s.G + s.I) * torch_dtype(s.x).itemsize + copied_bytes(able, s)
-        free = torch.cuda.mem_get_info(self.device)[0]
-        return max(len(self._stack), min(self.layers, int(0.85 * free / one)), 1)
+        more = int(0.8 * torch.cuda.mem_get_info(self.device)[0] / one)
+        return max(1, min(self.layers, len(self._stack) + more))
 
     def _ready(
-        self, make: Callable[[], Any], inputs: Sequence[Any], stack: Sequence[ExpertWeights], truth: torch.Tensor,
-        pool: Any,
-    ) -> Any:  # fmt: skip
-        """What `_time` takes of a contender, or a Reject."""
+        self, label: str, make: Callable[[], Any], inputs: Sequence[Any], stack: Sequence[ExpertWeights],
+        truth: torch.Tensor, pool: Any,
+    ) -> _Ready | Reject:  # fmt: skip
+        """The contender ready to be timed, if its result agrees with fp64 to four roundings of the dtype."""
         run = _attempt(make)
-        if isinstance(run, Reject):
-            return run
-        if isinstance(wrong := _differs(self.spec, run, inputs[0], stack[0], truth), Reject):
-            return wrong
+        got = run if isinstance(run, Reject) else _attempt(lambda: run(*inputs[0], stack[0])[ENDS].double())
+        if isinstance(got, Reject):
+            return got
+        error = float((got - truth).norm() / truth.norm())
+        bound = 4 * torch.finfo(torch_dtype(self.spec.x)).eps
+        if not error <= bound:
+            return Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
         calls = [partial(run, *i, w) for i, w in zip(inputs, stack)]
-        if pool is None:
-            return partial(_all, calls)
-        laid_out = _attempt(partial(_all, calls))  # each layer's first call lays its weights out, which capture can't
-        return laid_out if isinstance(laid_out, Reject) else _attempt(lambda: bench.capture(calls, pool))
+        made = _attempt(partial(_all, calls))  # each layer's first call lays its weights out, which capture can't
+        if pool is not None and not isinstance(made, Reject):
+            made = _attempt(lambda: bench.capture(calls, pool))
+        return made if isinstance(made, Reject) else _Ready(label=label, error=error, calls=calls, graph=made)
 
-    def _time(self, ready: Mapping[str, Any], rounds: int) -> dict[str, Timing]:
+    def _time(self, ready: Mapping[str, _Ready], rounds: int) -> dict[str, Timing]:
         if self.device.type == "cuda":
-            return bench.compare_captured(ready, rounds=rounds)
-        times = bench.compare(ready, rounds=rounds)
+            return bench.compare_captured({name: r.graph for name, r in ready.items()}, rounds=rounds)
+        times = bench.compare({name: partial(_all, r.calls) for name, r in ready.items()}, rounds=rounds)
         return {n: Timing(samples=tuple(s / self.layers for s in t.samples)) for n, t in times.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Ready:
+    label: str
+    error: float
+    calls: Sequence[Callable[[], Any]]
+    graph: Any  # a bench.Captured; None without CUDA
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> None:
@@ -239,17 +250,6 @@ def _attempt(make: Callable[[], Any]) -> Any:
         return make()
     except (*faults(), Unserved, ImportError, getattr(cutlass, "DSLBaseError", Unserved)) as failure:
         return Reject(type(failure).__name__, " ".join(str(failure).split())[:200])
-
-
-def _differs(spec: ExpertsSpec, run: Run, inputs: Any, weights: ExpertWeights, truth: torch.Tensor) -> Any:
-    """Ok where `run` agrees with fp64 on the first and last token, to four roundings of the dtype."""
-    x, ids, w = inputs
-    got = _attempt(lambda: run(x, ids, w, weights)[ENDS].double())
-    if isinstance(got, Reject):
-        return got
-    error = float((got - truth).norm() / truth.norm())
-    bound = 4 * torch.finfo(torch_dtype(spec.x)).eps
-    return error <= bound or Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
 
 
 def record(done: Sequence[Cell], device: torch.device) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -116,9 +117,24 @@ _BUILDS: dict[str, tuple[str, str, str]] = {
 _FUSED_MOE = {110: 100, 107: 100, 121: 120}  # architectures that share another's module (fused_moe/core.py)
 
 
+@contextmanager
+def _without_downloads() -> Iterator[None]:
+    """Generators look for headers in FlashInfer's cache and else fetch them, for a minute where there is no network."""
+    loader = module("jit.cubin_loader")
+    fetch = loader.download_file
+    loader.download_file = lambda *args, **kwargs: False
+    try:
+        yield
+    finally:
+        loader.download_file = fetch
+
+
 @lru_cache(None)
 def built(name: str, arch: int) -> Verdict:
-    """Whether a CUDA module of FlashInfer is compiled. The smallest is compiled here; the others take too long."""
+    """Whether a CUDA module of FlashInfer is compiled. The smallest is compiled here; the others take too long.
+
+    Nothing is downloaded.
+    """
     if name == "fused_moe":
         arch = _FUSED_MOE.get(arch, arch)
         place, generator = "fused_moe.core", f"gen_cutlass_fused_moe_sm{arch}_module"
@@ -131,13 +147,14 @@ def built(name: str, arch: int) -> Verdict:
     call = f"import flashinfer.{place} as m; m.{generator}({given}).build_and_load()"
     how = f'pip install flashinfer-jit-cache, or once: python -c "{call}"'
     try:
-        made = getattr(module(place), generator)(**options)
+        with _without_downloads():
+            made = getattr(module(place), generator)(**options)
         if getattr(made, "is_compiled", True):
             return OK
         if name == "trtllm_utils":  # without its delay kernel the tuner skips every tactic, silently
             made.build_and_load()
             return OK
-    except (OSError, RuntimeError, AssertionError) as error:  # no network, no nvcc, no header
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:  # no network, no nvcc, no header
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Reject("FlashInfer can't build a module", f"{name}: {first[:200]}; {how}")
     return Reject("FlashInfer's kernels aren't built", f"{name} takes {effort} and nvcc; {how}")

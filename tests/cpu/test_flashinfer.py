@@ -248,7 +248,9 @@ def test_modules_that_are_not_built_say_how(monkeypatch, fresh, module, made, re
         "gen_cutlass_fused_moe_sm90_module", "gen_moe_utils_module", "gen_trtllm_utils_module",
         "gen_trtllm_gen_fused_moe_sm100_module",
     )  # fmt: skip
-    monkeypatch.setattr(fi, "module", lambda name: SimpleNamespace(**dict.fromkeys(names, generate)))
+    monkeypatch.setattr(
+        fi, "module", lambda name: SimpleNamespace(download_file=None, **dict.fromkeys(names, generate))
+    )
     verdict = fi.built(module, 90)
     if reason is None:
         assert verdict
@@ -260,10 +262,22 @@ def test_modules_that_are_not_built_say_how(monkeypatch, fresh, module, made, re
 def test_a_module_is_built_for_the_architecture(monkeypatch, fresh):
     asked = []
     made = lambda **options: (asked.append(options), spec_of(False))[1]
-    monkeypatch.setattr(fi, "module", lambda name: SimpleNamespace(gen_trtllm_gen_fused_moe_sm100_module=made))
+    monkeypatch.setattr(
+        fi, "module", lambda name: SimpleNamespace(download_file=None, gen_trtllm_gen_fused_moe_sm100_module=made)
+    )
     assert "module().build" in fi.built("trtllm_moe", 100).detail
     assert "module(enable_rubin=True).build" in fi.built("trtllm_moe", 107).detail
     assert asked == [{}, {"enable_rubin": True}]
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("name", ["moe_utils", "trtllm_moe"])
+def test_planning_downloads_nothing(monkeypatch, fresh, name):
+    requests = pytest.importorskip("requests")
+    monkeypatch.setattr(requests.Session, "get", lambda *args, **kwargs: pytest.fail("a download"))
+    verdict = fi.built(name, 100)
+    assert verdict or verdict.reason in ("FlashInfer can't build a module", "FlashInfer's kernels aren't built")
+    assert verdict or "pip install flashinfer-jit-cache" in verdict.detail
 
 
 def test_packages_that_a_backend_needs(monkeypatch):

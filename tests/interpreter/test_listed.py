@@ -173,6 +173,12 @@ def test_a_table_goes_with_its_first_expert():
     assert table not in listed._TABLES.values()
 
 
+def test_experts_on_several_devices_have_no_table():
+    elsewhere = torch.empty(4, 8, device="meta")
+    with pytest.raises(listed.NoTable, match="experts on cpu, meta"):
+        listed._table(Listed((torch.randn(4, 8), elsewhere)))
+
+
 def test_what_needs_one_tensor_says_so():
     spec = spec_of(tensors="listed")
     for tactic in GROUPED:

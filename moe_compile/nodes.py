@@ -67,6 +67,7 @@ def clean_path(path: str) -> str:
     """`model.layers.0.mlp` of Dynamo's spelling of a module path."""
     path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
     path = re.sub(r"L\[['\"]\w+['\"]\]\.?", "", path)
+    path = re.sub(r"\bforward\.__self__\.?", "", path)  # a forward that was set on the instance, as prepare does
     path = re.sub(r"slice\([^)]*\)", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
     return re.sub(r"\.+", ".", path).strip(".")

@@ -23,7 +23,7 @@ from ..rules.masks import constant
 from ..spec import RouterSpec, short_dtype
 from ..verdict import Reject, Unproved
 from ..writes import Writes
-from .behind import behind, floats_behind
+from .behind import behind, counts_tokens, floats_behind, no_top_k
 from .match import Match
 from .place import Computed
 from .reading import scalar_value, sizes_of, strip
@@ -55,7 +55,8 @@ def match_router(writes: Writes, walk: Walk, root: torch.fx.Node, block: Match) 
             raise Unproved("a part of the router is computed without gradients")
         return _read(walk, nodes, block)
     except Unproved as m:
-        return m.verdict
+        counting = counts_tokens(writes, (block.ids, *made))
+        return m.verdict if counting is None else Reject("what a token is given depends on others", counting.name)
 
 
 def _read(walk: Walk, nodes: list[torch.fx.Node], block: Match) -> RouterMatch:
@@ -77,7 +78,7 @@ class _Router:
         self.out = weights.dtype
         self.ids, skips = self._skips(ids.term)
         if self.ids.op != "leaf" or self.ids.attr.node not in walk.selections:
-            raise Unproved("the expert ids are not the indices of a top-k", block.ids.name)
+            raise Unproved(no_top_k(walk.writes, block.ids), block.ids.name)
         self.choice = Selection(walk, self.ids.attr.node)
         if self.choice.E < block.spec.E:
             raise Unproved("the top-k is not over all experts", f"{self.choice.E} of {block.spec.E}")

@@ -12,6 +12,7 @@ from torch import nn
 
 from moe_compile.breaks import Ending
 from moe_compile.explain import explain
+from moe_compile.nodes import clean_path
 from moe_compile.overlooked import Evidence, overlooked
 
 T = 12
@@ -184,3 +185,9 @@ def test_a_break_elsewhere_is_not_blamed_on_the_block() -> None:
     assert stays.why == WHY[Unused]
     assert (elsewhere.title, elsewhere.why, elsewhere.flags) == ("A break", "of another place", ())
     assert Ending.read("A title alone", ()).why == ""
+
+
+def test_a_forward_that_was_set_on_an_instance_is_no_part_of_a_path() -> None:
+    assert clean_path("L['self'].layers.0.mlp.forward.__self__.experts") == "layers.0.mlp.experts"
+    assert clean_path("L['self'].forward.__self__.experts") == "experts"
+    assert clean_path("L['self'].forward_experts") == "forward_experts"

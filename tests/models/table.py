@@ -174,6 +174,12 @@ eager. Written by `python tests/models/table.py`; `tests/models/test_table.py` h
 Where attention breaks the graph (qwen4_exp, glm5_next), the layers share the compiled frame that holds the block.
 [Below](#under-transformers-5170) is what an older transformers changes.
 
+Routers that keep their nodes are no function of a token's own logits, or not one that a RouterSpec can say:
+DeepSeek-V4's hash layers look experts up by the token's id; Switch and NLLB drop what comes after an expert's capacity
+is used up; Ernie-VL, given images, sends tokens to one set of experts by their modality; Phimoe makes its second choice
+among what the first leaves, each with the softmax of the logits near the best; Inkling's softmax goes over the chosen
+experts and the shared ones together.
+
 """
 COLUMNS = """| family | blocks | router | experts | prepare |
 |---|---|---|---|---|

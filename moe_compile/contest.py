@@ -37,7 +37,8 @@ from .suite import GEOMETRIES, exact, limit, tokens_of, weights_of
 from .tune import faults
 from .verdict import Reject
 
-HOPELESS = 4.0
+OURS = ("moe", "triton_")  # how our columns start, and under `tactics`
+HOPELESS = 4.0  # times the best of ours, predicted: a column that is not tried
 ENDS = [0, -1]  # rows that are checked
 Makers = Mapping[str, Callable[[], Any]]  # builders of a peers.Run, by the names of their tactics
 PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sonic-moe")
@@ -135,7 +136,7 @@ class Contest:
         seconds, begun = {}, time.monotonic()
         weights, inputs = self._weights(1)[0], tokens_of(self.spec, T, self.device, 1000)
         makers = self._contenders(T)
-        ours = [make for name, made in makers.items() if name.startswith("moe") for make in made.values()]
+        ours = [make for name, made in makers.items() if name.startswith(OURS) for make in made.values()]
         if self.device.type == "cuda" and ours:
             from .kernels.launch import compiling
 
@@ -144,7 +145,7 @@ class Contest:
                     _attempt(lambda make=make: make()(*inputs, weights))  # type: ignore[misc]
             seconds["moe"] = time.monotonic() - begun
         for name, made in makers.items():
-            if not name.startswith(("moe", *without)):
+            if not name.startswith((*OURS, *without)):
                 begun = time.monotonic()
                 for make in made.values():
                     _attempt(lambda make=make: make()(*inputs, weights))  # type: ignore[misc]

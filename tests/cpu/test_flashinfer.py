@@ -25,7 +25,7 @@ from moe_compile.providers import base, copied_bytes, flashinfer, keep_in, launc
 from moe_compile.providers import flashinfer_api as fi
 from moe_compile.providers.base import Candidate, Priced, Tactic, Unserved
 from moe_compile.providers.flashinfer import FlashInfer, pick_text
-from moe_compile.providers.stored import Stored
+from moe_compile.providers.stored import Stored, stored_weights
 from moe_compile.spec import ExpertsSpec, Layout
 from moe_compile.verdict import OK, Reject
 from moe_compile.workload import ZIPF, Workload, zipf
@@ -576,8 +576,6 @@ def test_packs_pass_the_librarys_checks(name):
 @needs_flashinfer
 @pytest.mark.parametrize(("H", "I", "act"), [(256, 128, "swiglu"), (128, 192, "relu2")])
 def test_the_block_major_layout_is_the_librarys(H, I, act):
-    from moe_compile.providers.stored import stored_weights
-
     spec = replace(with_act(act), E=3, K=2, H=H, I=I)
     g = torch.Generator().manual_seed(0)
     first, down = (torch.randn(s, generator=g).bfloat16() for s in spec.weight_shapes())
@@ -638,6 +636,39 @@ def test_frosts_kernels_compile(arch, smem, tmp_path, monkeypatch):
         made.export_to_c(str(tmp_path / "kernel.o"), function_name="kernel")
         assert (tmp_path / "kernel.o").stat().st_size > 10_000
         (tmp_path / "kernel.o").unlink()
+
+
+@needs_flashinfer
+@pytest.mark.parametrize("arch", [100, 103])
+def test_prims_tss_packs_pass_its_checks_and_its_kernels_compile(arch, monkeypatch):
+    """Its own launch arguments of weights in our layout; the first pair of kernels that it lists."""
+    pytest.importorskip("cutlass")
+    from cuda.bindings import driver
+
+    monkeypatch.setenv("CUTE_DSL_ARCH", f"sm_{arch}a")
+    mapper, adapter = (fi.module(f"prims_ts.moe.{name}") for name in ("config_mapper", "tensor_adapter"))
+    spec, T, rows = replace(QWEN3, E=8, K=2, H=256, I=128), 4, 64
+    first, down = (torch.zeros(s, dtype=torch.bfloat16) for s in spec.weight_shapes())
+    stored = providers()["flashinfer_prims_ts"].stored
+    weights = stored_weights(stored, spec, ExpertWeights(gate_up=(first,), down=down), lambda fill: fill())
+    given = {
+        "activation_type": int(fi.activation(spec).type), "num_tokens": T, "top_k": spec.K, "num_experts": spec.E,
+    }  # fmt: skip
+    listed = {"weight_layout": int(fi.module("tllm_enums").WeightLayout.BlockMajorK), "num_local_experts": spec.E}
+    tactic = mapper.valid_prims_ts_bf16_moe_tactics(sm_arch=arch, **given, **listed)[0]
+    pair = mapper.map_trtllm_bf16_moe_tactic(tactic, sm_arch=arch, **given, **listed)
+    sizes = {"tile_idx": 8, "mn_limit": 8, "route_map": rows, "num_non_exiting_ctas": 1, "total_num_padded_tokens": 1}
+    for name, kernel in (("fc1", pair.fc1), ("fc2", pair.fc2)):
+        packed = adapter.build_bf16_launch_io(
+            fc=name, cfg=kernel.cfg.build(), hidden_states=torch.zeros(T, spec.H, dtype=torch.bfloat16),
+            gemm1_weights=weights.gate_up[0], gemm2_weights=weights.down,
+            gemm1_output=torch.zeros(rows, spec.I, dtype=torch.bfloat16),
+            gemm2_output=torch.zeros(rows, spec.H, dtype=torch.bfloat16),
+            **{n: torch.zeros(size, dtype=torch.int32) for n, size in sizes.items()},
+            routed_token_capacity=rows, intermediate_size=spec.I, hidden_size=spec.H, **given,
+        )  # fmt: skip
+        made = fi.module("prims_ts.batched_gemm.batched_gemm_run")._compile_for_launch(packed, driver.CUstream(0))
+        assert len(made.dump_to_object(name)) > 10_000
 
 
 # What `moe-compile explain --thiek` says

@@ -23,7 +23,8 @@ from moe_compile.spec import ExpertsSpec, Layout
 from moe_compile.workload import ZIPF, Workload, zipf
 
 GPU = torch.device("cuda", 0)
-DEFAULT = {  # their tuners take 20 s and 8 s a size
+DEFAULT = {  # their tuners take 20 s and 8 s a size, and cuTile's kernels 10 s each to compile
+    "flashinfer_cutile": "(PICK=32_128_64_1_128_64_1)",
     "flashinfer_cute_dsl_sm90": "(PICK=128_128_64_1_128_64_1_1_0)",
     "flashinfer_frost_low_latency": "(PICK=ffma_1_4)",
 }

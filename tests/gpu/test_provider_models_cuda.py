@@ -19,9 +19,10 @@ from moe_compile.providers import Plan, providers, stored
 FOLDER = Path(__file__).resolve().parents[3] / "shared" / "models" / "byte_moe"
 PROMPT, NEW = "The compiler reads a graph and", 48
 GPU = torch.device("cuda", 0)
-FORCED = {  # the CuTe-DSL tuner takes 20 s a size
+FORCED = {  # CuTe-DSL's tuner takes 20 s a size, cuTile's longer
     "triton_grouped": "triton_grouped", "flashinfer_cutlass": "flashinfer_cutlass",
-    "flashinfer_frost_low_latency": "flashinfer_frost_low_latency", "flashinfer_cutile": "flashinfer_cutile",
+    "flashinfer_frost_low_latency": "flashinfer_frost_low_latency",
+    "flashinfer_cutile": "flashinfer_cutile(PICK=32_128_64_1_128_64_1)",
     "flashinfer_cute_dsl_sm90": "flashinfer_cute_dsl_sm90(PICK=128_128_64_1_128_64_1_1_0)",
     "flashinfer_cudnn": "flashinfer_cudnn",
 }  # fmt: skip

@@ -154,6 +154,12 @@ def rows_by_counts_transposed(self: Any, input: Tensor, tokens_per_expert: Tenso
 # --- a sum over all experts, each a module ----------------------------------------------------------------------------
 
 
+def _drops(self: Any) -> bool:
+    """Whether something inside is dropped at random, which keeps the block from being replaced: then computing all
+    experts for all tokens would only cost. The class' own loop draws for each expert's rows."""
+    return self.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in self.modules())
+
+
 def _each(experts: Iterable[nn.Module], hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     out = torch.zeros_like(hidden)
     for e, expert in enumerate(experts):
@@ -164,7 +170,7 @@ def _each(experts: Iterable[nn.Module], hidden: Tensor, ids: Tensor, weights: Te
 
 def one_expert_or_none(self: Any, hidden_states: Tensor, selected_experts: Tensor, routing_weights: Tensor) -> Tensor:
     """selected_experts [T, 1, E]: at most a single 1 a token; a token beyond an expert's capacity has none."""
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() or _drops(self):
         return _own(self, hidden_states, selected_experts, routing_weights)
     ones, ids = selected_experts.reshape(-1, len(self)).topk(1, dim=-1)
     return _each(self.values(), hidden_states, ids, routing_weights.reshape(-1, 1) * ones)
@@ -175,10 +181,9 @@ def expert_of_each_slot(self: Any, hidden_states: Tensor, router_mask: Tensor, r
 
     So the first two experts see every token, the second with the weights of the slots that are 1.
     """
-    dropout = self.moe_token_dropout if self.moe_token_dropout > 0 else 0.0
-    if not torch.compiler.is_compiling() or (dropout and self.training):
+    if not torch.compiler.is_compiling() or _drops(self):
         return _own(self, hidden_states, router_mask, router_probs)
-    probs = router_probs * (1 - dropout)
+    probs = router_probs * (1 - max(self.moe_token_dropout, 0.0))
     totals = torch.stack(((probs * (1 - router_mask)).sum(dim=-1), (probs * router_mask).sum(dim=-1)), dim=-1)
     weights, ids = totals.topk(2, dim=-1)
     return _each((self["expert_0"], self["expert_1"]), hidden_states, ids, weights)

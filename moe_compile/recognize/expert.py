@@ -146,6 +146,9 @@ class _Reader:
                 if t.attr not in pointwise_table() or (t.attr == "add" and t.dtype == torch.bool):  # a logical or
                     raise Unproved("the activation uses a function that kernels don't have", str(t.attr))
                 return apply(t.attr, *map(visit, t.args))
+            refused = self.place.walk.complaints.get(t.attr.node) if t.op == "leaf" else None
+            if refused is not None:  # what a rule said of the operation that made it
+                raise Unproved(refused.reason, f"{t.attr.name}: {refused.detail}" if refused.detail else t.attr.name)
             if t.op == "leaf" or not t.dots:
                 raise Unproved("the activation reads something else than the first linear", repr(t)[:200])
             raise Unproved("between the linears there is more than a pointwise function", repr(t)[:200])

@@ -224,6 +224,17 @@ def rows_written_by_another_mask(x, router, *weights):
     return out
 
 
+@miss(listed, "dropout inside of a block")
+def dropped_between_the_linears_of_an_expert(x, router, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        gate, up, down = weights[3 * e : 3 * e + 3]
+        inner = F.dropout(F.silu(F.linear(x, gate)) * F.linear(x, up), 0.1, training=True)
+        out = out + F.linear(inner, down) * (w * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
 @miss(stacked, "the second linear of an expert is that of another")
 def a_slice_of_another_expert(x, router, gate_up, down, scale, bias):
     w, ids = route(x, router)

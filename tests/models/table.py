@@ -64,8 +64,8 @@ class Outcome:
     prepared: tuple[str, ...] = ()
 
 
-def build(name: str, implementation: str | None = None) -> nn.Module:
-    """The family's tiny model in float32. ImportError or AttributeError where this transformers lacks it."""
+def build(name: str, implementation: str | None = None, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Module:
+    """The family's tiny model. ImportError or AttributeError where this transformers lacks it."""
     family = FAMILIES[name]
     module = family.get("module", name)
     config_class = getattr(_import(module, "configuration"), family["config"])
@@ -76,19 +76,19 @@ def build(name: str, implementation: str | None = None) -> nn.Module:
     for key, value in USUAL.items():
         if key in known and key not in family.get("without", ()):
             settings.setdefault(renamed.get(key, key), value)
-    config = config_class(**{**settings, **family.get("settings", {})})
+    config = config_class(**{**settings, **family.get("settings", {}), **more})
     if implementation is not None:
         config._experts_implementation = implementation
-    return zoo.filled(model_class, config, torch.float32)
+    return zoo.filled(model_class, config, dtype)
 
 
 def _import(module: str, what: str) -> Any:
     return importlib.import_module(f"transformers.models.{module}.{what}_{module}")
 
 
-def inputs(name: str, model: Any) -> dict[str, Tensor]:
+def inputs(name: str, model: Any, ids: Tensor | None = None) -> dict[str, Tensor]:
     """What one call takes: token ids, unless the family says otherwise."""
-    kind, ids = FAMILIES[name].get("inputs", "ids"), zoo.tokens()
+    kind, ids = FAMILIES[name].get("inputs", "ids"), zoo.tokens() if ids is None else ids
     generator = torch.Generator().manual_seed(2)
     match kind:
         case "ids":
@@ -118,18 +118,25 @@ def answer(output: Any) -> Tensor:
     return found[0] if isinstance(found, tuple) else found
 
 
-def outcome(name: str, implementation: str | None = None, dynamic: bool = False) -> Outcome:
-    """Build, run eagerly, prepare, run compiled, restore, run again."""
+def outcome(
+    name: str, implementation: str | None = None, dynamic: bool = False, noise: dict[str, Any] | None = None
+) -> Outcome:
+    """Build, run eagerly, prepare, run compiled, restore, run again. noise: settings of a model in training."""
     torch._dynamo.reset()
     try:
-        model = build(name, implementation)
+        model = build(name, implementation, **(noise or {})).train(noise is not None)
     except (ImportError, AttributeError) as error:
         return Outcome(absent=f"not in transformers {transformers.__version__}: {error}")
     given = inputs(name, model)
     options = {"moe.inner": "eager", "moe.strict": True, "moe.route": "op", "moe.tune": "off"}
+
+    def ran(call: Any) -> Tensor:
+        torch.manual_seed(0)  # what is drawn at random must be the same
+        return answer(call(**given))
+
     with torch.no_grad():
         try:
-            expected = answer(model(**given))
+            expected = ran(model)
         except TypeError as error:
             if str(error) != FAMILIES[name].get("fails"):
                 raise
@@ -137,12 +144,12 @@ def outcome(name: str, implementation: str | None = None, dynamic: bool = False)
         report = moe_compile.prepare(model)
         with journal.capture() as events:
             run = torch.compile(model, backend=functools.partial(moe_backend, options=options), dynamic=dynamic)
-            got = answer(run(**given))
+            got = ran(run)
         with mock.patch.object(ops, "_call", wraps=ops._call) as calls:
-            run(**given)
+            ran(run)
         undone = moe_compile.restore(model)
         assert set(undone) == {c.module for c in report.changes}
-        assert torch.equal(answer(model(**given)), expected), "restore did not give the model back"
+        assert torch.equal(ran(model), expected), "restore did not give the model back"
     abandoned = {e.graph for e in events if isinstance(e, journal.GraphAbandoned)}
     kept = [e for e in events if e.graph not in abandoned]
     regions = [e for e in kept if isinstance(e, journal.RegionFound)]

@@ -108,8 +108,8 @@ def _table(w: Listed) -> Table:
 def _to(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """An int64 tensor there, complete when this returns.
 
-    On CUDA it belongs to the current stream, like what a call allocates, but another thread makes it: Inductor's warm-up
-    before a CUDA graph allocates from the graph's pool, per thread, and the table outlives the call.
+    On CUDA it belongs to the current stream, like what a call allocates, but another thread makes it: Inductor's
+    warm-up before a CUDA graph allocates from the graph's pool, per thread, and the table outlives the call.
     """
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=torch.int64, device=device)

@@ -164,12 +164,7 @@ class Report:
                 "  remedy      moe_compile.prepare(model) gives it a form that can be captured",
             ]
         for alike in _groups(self.overlooked, lambda o: (o.looks, o.why, o.remedy)):
-            lines += [
-                "",
-                f"{places(o.module for o in alike)}: {alike[0].looks}, but no MoE block was found",
-                f"  because     {alike[0].why}",
-                *([f"  remedy      {alike[0].remedy}"] if alike[0].remedy else []),
-            ]
+            lines += ["", *_overlooked_lines(alike)]
         for b in self.breaks:
             at = f"{b.where.source}  {b.where.code}".strip()
             lines += [
@@ -299,3 +294,9 @@ def _rejection_lines(same: list[Rejection]) -> list[str]:
     at = f"{first.where.source}  {first.where.code}".strip()
     lines.append(f"  at          {at or 'source unknown'} [node {first.node}]")
     return lines
+
+
+def _overlooked_lines(same: list[Overlooked]) -> list[str]:
+    first, where = same[0], places(o.module or "(the model itself)" for o in same)
+    lines = [f"{where}: {first.looks}, but no MoE block was found", f"  because     {first.why}"]
+    return [*lines, f"  remedy      {first.remedy}"] if first.remedy else lines

@@ -39,27 +39,31 @@ class Overlooked:
 
 @dataclass
 class Evidence:
-    """How often each operation stands in the graphs, by the module that ran it."""
+    """How often each operation stands in a graph, by the module that ran it; of several graphs, the most."""
 
     operations: dict[str, Counter[str]] = field(default_factory=dict)
 
     def see(self, graph: torch.fx.Graph) -> None:
         """Count the operations of a graph, before anything in it is replaced."""
+        found: dict[str, Counter[str]] = {}
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 call = canonical(node)
                 name = call.op if call is not None else getattr(node.target, "__name__", str(node.target))
-                self.operations.setdefault(where(node).module, Counter())[name] += 1
+                found.setdefault(where(node).module, Counter())[name] += 1
+        for module, counts in found.items():
+            self.operations[module] = self.operations.get(module, Counter()) | counts
 
     def within(self, path: str) -> Counter[str]:
         """Of a module and its parts."""
-        return sum((c for p, c in self.operations.items() if p == path or p.startswith(f"{path}.")), Counter())
+        prefix = f"{path}." if path else ""
+        return sum((c for p, c in self.operations.items() if p == path or p.startswith(prefix)), Counter())
 
     def why(self, path: str) -> str:
         """Why nothing that `path` ran is an MoE block, as far as its operations say."""
         mine = self.within(path)
         if not mine:
-            return "no captured graph holds it: it did not run, or not where Dynamo could see it"
+            return "no captured graph names it: it did not run, or not as a part of this model's graph"
         if not _CHOOSING & self.within(path.rpartition(".")[0]).keys():
             return f"nothing around it chooses experts by a top-k or a sort ({_counted(mine, 'linear')} in it)"
         if mine["embedding"] and not _GROUPED & mine.keys():

@@ -97,7 +97,7 @@ WHY = {
     RowsOfEmbeddings: "its experts are rows of embeddings (2 embeddings), no linears that expert ids choose",
     Averaged: f"nothing around it chooses experts by a top-k or a sort ({3 * E} linears in it)",
     Chained: "its graph has no sum over the chosen experts of one linear behind another",
-    Unused: "no captured graph holds it: it did not run, or not where Dynamo could see it",
+    Unused: "no captured graph names it: it did not run, or not as a part of this model's graph",
 }
 
 
@@ -115,6 +115,13 @@ def test_a_module_that_counts_experts_stays_for_a_reason(kind: type[Counting]) -
     assert (stays.module, stays.looks, stays.why, stays.remedy) == ("layers.0", f"num_experts={E}", WHY[kind], "")
     assert f"layers.0: num_experts={E}, but no MoE block was found" in str(report)
     assert report.as_dict()["overlooked"][0]["why"] == WHY[kind]
+
+
+def test_a_block_by_itself_is_named_too() -> None:
+    with torch.no_grad():
+        report = explain(Averaged(), torch.randn(T, H))
+    assert [(o.module, o.why) for o in report.overlooked] == [("", WHY[Averaged])]
+    assert f"(the model itself): num_experts={E}" in str(report)
 
 
 def test_a_break_inside_of_one_names_the_flag_that_helps() -> None:

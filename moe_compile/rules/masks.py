@@ -84,7 +84,15 @@ def _any(c: Context, call: Call) -> Result:
 
 @rule("nonzero")
 def _nonzero(c: Context, call: Call) -> Result:
-    return picked(c, val(c, call.get("input"))) if call.get("as_tuple") else None
+    mask = val(c, call.get("input"))
+    if call.get("as_tuple"):
+        return picked(c, mask)
+    found = picked(c, mask) if len(mask.dims) == 1 else None
+    if not isinstance(found, tuple):
+        return None
+    (rows,) = found
+    assert isinstance(rows, Val)
+    return Val((*rows.dims, ()), rows.term, rows.dtype)  # [rows, 1]: a column for each dim of the mask
 
 
 def picked(c: Context, mask: Val) -> Result:

@@ -16,12 +16,14 @@ _SWITCHES = {"_set_grad_enabled": None, "_enter_inference_mode": False, "_exit_i
 
 
 class Gradients:
-    """`constants`: nodes with floats that were computed while autograd was off, in a graph that switches it."""
+    """`constants`: nodes with floats that were computed while autograd was off, in a graph that switches it.
+    `switch`: the last node that did."""
 
     def __init__(self) -> None:
         self._on: bool | None = None
         self._since: list[torch.fx.Node] = []
         self.constants: set[torch.fx.Node] = set()
+        self.switch: torch.fx.Node | None = None
 
     def computed(self, node: torch.fx.Node, call: Call | None) -> None:
         """`node` computed something, or wrote it into a tensor."""
@@ -37,7 +39,7 @@ class Gradients:
         name = getattr(node.target, "__name__", "")
         if node.op != "call_function" or name not in _SWITCHES:
             return []
-        on = _SWITCHES[name]
+        self.switch, on = node, _SWITCHES[name]
         self._on, before = bool(node.args[0]) if on is None else on, self._on
         if not self._on and before is False:  # no_grad within no_grad
             return []

@@ -20,6 +20,7 @@ from ..writes import Writes
 from .loops import ended
 from .match import Match, collected, combined, match
 from .router import RouterMatch, match_router
+from .slots import in_slots
 from .surroundings import objection, transformed
 from .walk import Walk
 
@@ -99,6 +100,9 @@ def recognize(gm: torch.fx.GraphModule) -> Recognition:
         complaint = walk.visit(node)
         if complaint is None:  # a Reject is falsy
             complaint = _loose_end(walk, node)
+        slots = in_slots(writes, node)
+        if slots is not None:
+            misses.append(Rejection(node=node, verdict=slots, where=where(node), progress=4))
         if complaint is not None:
             progress = _progress(walk, node)
             if progress:
@@ -130,8 +134,9 @@ def _extends(walk: Walk, node: torch.fx.Node, roots: dict[torch.fx.Node, Found])
     value = fake(node)
     if found is None or found.root is not source or len(source.users) != 1 or not value.dtype.is_floating_point:
         return None
-    if source in walk.gradients.constants:  # the block has no gradient, and one after the switch would have
-        return None
+    switch = walk.gradients.switch
+    if switch is not None and walk.writes.position[switch] > walk.writes.position[found.root]:
+        return None  # behind it the operator would have a gradient that the block has not, or none although it has one
     widened = found.match.with_out(value.dtype)
     if widened is None or not all(walk.current(leaf) for leaf in found.match.leaves):
         return None

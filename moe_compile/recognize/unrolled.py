@@ -14,7 +14,7 @@ import torch
 
 from ..algebra.affine import Affine, Axis, axis_index
 from ..algebra.layout import Val
-from ..algebra.terms import Term, Terms
+from ..algebra.terms import Term, Terms, find
 from ..rules.masks import indicator
 from ..verdict import Unproved
 from .combination import read_combination
@@ -55,8 +55,15 @@ def accumulated(value: Val) -> bool:
     """Whether a value may be the sum of experts written out: floating rows [.., h] that tests of expert ids decide."""
     if not accumulates(value.term) or not value.plain or not value.dims or len(value.dims[-1]) != 1:
         return False
-    dtype = value.term.dtype
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point and value.dims[-1][0] not in value.term.chosen
+    last = value.dims[-1][0]
+    if not _floats(value.term.dtype) or last in value.term.chosen:
+        return False
+    # not one-hot ids, or weights spread by them, whose last dim is the experts'
+    return find(value.term, lambda x: x.op in ("leaf", "dot") and last in x.free and _floats(x.dtype)) is not None
+
+
+def _floats(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
 
 
 def match_unrolled(walk: Walk, value: Val) -> Match:

@@ -291,6 +291,38 @@ def a_slice_of_an_edited_tensor(x, router, gate_up, down, scale, bias):
     return out
 
 
+# --- slots: so many tokens for each expert, the others are dropped ---------------------------------------------------
+
+SLOTS = "rows of experts in slots, of which there may be too few: tokens without one are dropped"
+
+
+def through_slots(x: Tensor, gate_up: Tensor, down: Tensor, put: Tensor, take: Tensor) -> Tensor:
+    rows = torch.einsum("tec,th->ech", put, x)
+    g, u = torch.bmm(rows, gate_up.transpose(1, 2)).chunk(2, dim=-1)
+    return torch.einsum("tec,ech->th", take, torch.einsum("eci,ehi->ech", F.silu(g) * u, down))
+
+
+@miss(stacked, SLOTS)
+def two_choices_in_slots(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    chosen = F.one_hot(ids, num_classes=E)
+    order = torch.cumsum(chosen.transpose(0, 1).reshape(-1, E), 0).reshape(K, -1, E).transpose(0, 1) - 1
+    slot = (order * chosen).sum(-1)
+    kept = F.one_hot(slot.clamp(max=2), num_classes=3) * (slot < 3).unsqueeze(-1)
+    take = torch.einsum("tke,tkc->tec", w.unsqueeze(-1) * chosen, kept.to(x.dtype))
+    return through_slots(x, gate_up, down, (take > 0).to(x.dtype), take)
+
+
+@miss(stacked, SLOTS)
+def the_best_choice_in_slots(x, router, gate_up, down, scale, bias):
+    w, ids = F.softmax(F.linear(x, router), dim=-1).max(dim=-1)
+    chosen = F.one_hot(ids, num_classes=E)
+    order = torch.cumsum(chosen, 0) * chosen
+    kept = F.one_hot((order * (order <= 3)).sum(-1), num_classes=4)[:, 1:]
+    put = (chosen.unsqueeze(-1) * kept.unsqueeze(1)).to(x.dtype)
+    return through_slots(x, gate_up, down, put, put * w.view(-1, 1, 1))
+
+
 # --- choices that are no experts, and what does nothing ---------------------------------------------------------------
 
 

@@ -156,28 +156,35 @@ def test_operands_on_several_devices() -> None:
 
 
 class NotAsAWhole(GatheredBlock):
-    """A block of which something is computed without gradients: `inner` where no_grad stands within no_grad, else the
-    whole block but for a last cast."""
+    """A block of which something is computed without gradients: its input, where no_grad stands within no_grad; all
+    but the last cast; the last cast alone, which changes nothing and so keeps its gradient."""
 
-    def __init__(self, inner: bool) -> None:
+    def __init__(self, part: str) -> None:
         super().__init__()
-        self.inner = inner
+        self.part = part
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.inner:
+        if self.part == "input":
             with torch.no_grad():
                 x = x.view(-1, H)
                 with torch.no_grad():
                     x.sum()
             return super().forward(x)
+        if self.part == "all but a cast":
+            with torch.no_grad():
+                y = super().forward(x)
+            return y.double()
+        y = super().forward(x)
         with torch.no_grad():
-            y = super().forward(x)
-        return y.double()
+            return y.float()
 
 
-@pytest.mark.parametrize("inner", [True, False])
-def test_what_has_no_gradient_gets_none(inner: bool) -> None:
-    m = NotAsAWhole(inner)
+@pytest.mark.parametrize(
+    ("part", "result", "x_has_none"),
+    [("input", True, True), ("all but a cast", False, True), ("a cast", True, False)],
+)
+def test_what_has_no_gradient_gets_none(part: str, result: bool, x_has_none: bool) -> None:
+    m = NotAsAWhole(part)
     found = []
     for call in (m, lambda x: compiled(m, x)[0]):
         x = torch.randn(T, H, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -185,5 +192,5 @@ def test_what_has_no_gradient_gets_none(inner: bool) -> None:
         if y.requires_grad:
             y.square().sum().backward()
         found.append((y.detach(), y.requires_grad, x.grad is None))
-    assert found[0][1:] == found[1][1:] == (inner, True)
+    assert found[0][1:] == found[1][1:] == (result, x_has_none)
     torch.testing.assert_close(found[1][0].float(), found[0][0].float())

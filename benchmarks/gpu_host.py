@@ -1,0 +1,172 @@
+"""The host's time for a call of the experts on a GPU: launchers, the operator, compiled code, and what they consist of.
+
+In: geometries and token counts on the command line. Out: tables on stdout, host.json under $OUT (or .).
+Time is that of CALLS calls one after the other without a synchronization, over CALLS, so few that no queue is full: the
+median of ROUNDS such runs, and the least of them, which is what a machine without other work takes. A provider's column
+is its cheapest tactic by the cost model; where it offers none for so few tokens, that of T = 4096.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import moe_compile.ops  # noqa: F401  the operator
+from moe_compile.hardware import facts
+from moe_compile.kernels.launch import compiling
+from moe_compile.operands import ExpertWeights
+from moe_compile.providers import Candidate, Plan, launcher, providers
+from moe_compile.spec import ExpertsSpec
+from moe_compile.suite import GEOMETRIES, tokens_of, weights_of
+
+CALLS, ROUNDS = 20, 40
+PROVIDERS = ("triton_decode", "triton_grouped", "triton_hopper")
+MOST_TOKENS = {"triton_decode": 64}  # beyond, a call takes the device milliseconds
+GPU = torch.device("cuda", 0)
+experts = torch.ops.moe_compile.experts
+
+
+@triton.jit(do_not_specialize=["n"])
+def _nothing(a, b, n, SIZE: tl.constexpr):
+    if n < 0:
+        tl.store(a, tl.load(b))
+
+
+def host(call: Callable[[], Any], calls: int = CALLS) -> tuple[float, float]:
+    """(median, least) us of host time a call."""
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / calls)
+        torch.cuda.synchronize()
+    return round(statistics.median(times), 2), round(min(times), 2)
+
+
+def candidate(name: str, spec: ExpertsSpec, T: int) -> Candidate | None:
+    """The provider's first tactic for T tokens; None where it is not for so many."""
+    if T > MOST_TOKENS.get(name, T) or not providers()[name].supports(spec, facts(GPU)):
+        return None
+    provider = providers()[name]
+    offered = provider.tactics(spec, facts(GPU), T) or provider.tactics(spec, facts(GPU), 4096)
+    return Candidate(provider=name, tactic=offered[0][0])
+
+
+def parts(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, tuple[float, float]]:
+    """What a call consists of, each alone."""
+    x, ids, w = tokens_of(spec, 1, GPU)
+    library = torch.library.Library("moe_compile_host", "FRAGMENT")
+    library.define(str(experts.default._schema).replace("moe_compile::experts", "passes"))
+    library.impl("passes", lambda *operands: operands[0], "CompositeExplicitAutograd")
+    passes = torch.ops.moe_compile_host.passes.default
+    operands = (x, ids, w, *p.arguments(), str(spec), "*:aten")
+    made = _nothing[(1, 1)](x, x, 5, 3)
+    stream, address = torch.cuda.current_stream().cuda_stream, x.data_ptr()
+    launch = (1, 1, 1, stream, made.function, made.packed_metadata, None, None, None, address, address, 5, 3)
+    with torch.no_grad():
+        return {
+            "torch.empty": host(lambda: torch.empty((1, spec.H), dtype=x.dtype, device=GPU), 100),
+            "x.add_(1)": host(lambda: x.add_(1), 100),
+            "an operator that does nothing": host(lambda: passes(*operands), 100),
+            "a launch by kernel[grid]": host(lambda: _nothing[(1, 1)](x, x, 5, 3), 50),
+            "a launch by Triton's launcher": host(lambda: made.run(*launch), 50),
+        }
+
+
+def calls(spec: ExpertsSpec, tokens: list[int], p: ExpertWeights) -> list[dict[str, Any]]:
+    """A row for each provider and T."""
+    inputs = {T: tokens_of(spec, T, GPU) for T in tokens}
+    several = [(T, c) for T in tokens for name in PROVIDERS if (c := candidate(name, spec, T))]
+    with ThreadPoolExecutor(16) as pool, compiling(pool):
+        for T, c in several:
+            launcher(c, spec, GPU)(*inputs[T], p)
+    rows = []
+    for T, c in several:
+        times = of_call(c, spec, inputs[T], p, compiled=T in (tokens[0], tokens[-1]))
+        print(f"{T:6} {c.provider:16} {times}", flush=True)
+        us, least = ({k: v[i] for k, v in times.items()} for i in (0, 1))
+        rows.append({"T": T, "candidate": str(c), "us": us, "least_us": least})
+    return rows
+
+
+def of_call(
+    c: Candidate, spec: ExpertsSpec, inputs: tuple[torch.Tensor, ...], p: ExpertWeights, compiled: bool
+) -> dict[str, tuple[float, float]]:
+    """One call by each way to it; compiled: also as Inductor's code makes it."""
+    run, rest = launcher(c, spec, GPU), (*inputs[1:], *p.arguments(), str(spec), str(Plan.of([(None, c)])))
+    x = inputs[0]
+    with torch.no_grad():
+        times = {"launcher": host(lambda: run(*inputs, p)), "operator": host(lambda: experts(x, *rest))}
+        if compiled:
+            graph = torch.compile(lambda x: experts(x, *rest), fullgraph=True)
+            times["operator in compiled code"] = host(lambda: graph(x))
+    with torch.inference_mode():
+        times["operator, inference_mode"] = host(lambda: experts(x, *rest))
+    return times
+
+
+def fresh(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, float]:
+    """us of the first call with a T, kernels compiled: the median of 16."""
+    found = {}
+    for name in PROVIDERS:
+        if not (c := candidate(name, spec, 40)):
+            continue
+        run, times = launcher(c, spec, GPU), []
+        for T in range(20, 40):
+            inputs = tokens_of(spec, T, GPU)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run(*inputs, p)
+            times.append(1e6 * (time.perf_counter() - start))
+        found[name] = round(statistics.median(times[4:]), 1)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("geometries", nargs="*", default=["qwen3_30b"])
+    parser.add_argument("-T", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024, 4096])
+    options = parser.parse_args()
+    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
+    results: dict[str, Any] = {
+        "what": __doc__.splitlines()[0], "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(0),
+        "cpu": (cpu[0].partition(":")[2].strip() if cpu else platform.processor()), "cpus": os.cpu_count(),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
+        "protocol": f"host us a call: median and least of {ROUNDS} runs of {CALLS} calls without a synchronization",
+        "geometries": {},
+    }  # fmt: skip
+    out = Path(os.environ.get("OUT", ".")) / "host.json"
+    for name in options.geometries:
+        spec = GEOMETRIES[name]
+        p = weights_of(spec, GPU)
+        found: dict[str, Any] = {"parts": {}, "first call": {}, "calls": []}
+        results["geometries"][name] = found
+        found["parts"] = {k: {"us": v[0], "least_us": v[1]} for k, v in parts(spec, p).items()}
+        print(name, found["parts"], flush=True)
+        found["calls"] = calls(spec, options.T, p)
+        out.write_text(json.dumps(results, indent=1))
+        found["first call"] = fresh(spec, p)
+        print(found["first call"], flush=True)
+        out.write_text(json.dumps(results, indent=1))
+        del p
+
+
+if __name__ == "__main__":
+    main()

@@ -184,7 +184,10 @@ def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
     if launched.compiled is None:
         raise _Unknown("a kernel that is not kept compiled")
     run, function, metadata = launched.compiled
-    metas = None
+    known: tuple[Any, ...] = ()  # of each descriptor
+    if any(not isinstance(a, (int, torch.Tensor)) for a in launched.arguments):
+        run, known = _without_encoding(run)
+    metas = iter(known)
 
     def constants(*values: Any) -> list[tuple[str, Any]]:
         return [("constant", v) for v in values]
@@ -196,29 +199,33 @@ def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
         elif isinstance(a, torch.Tensor):
             taken.append(("tensor", (a, None)))
         else:
-            if metas is None:
-                run, metas = _without_encoding(run)
             maps = _maps(a, next(metas))
             taken += [("map", (a.base, maps)), *constants(*maps.rest)]
-    return _passed_on(run, [*taken, *constants(*launched.free, *launched.constants)])
+    taken += constants(*launched.free, *launched.constants)
+    call, order = _passed_on(run, len(taken))
+    return call, [("constant", a) if i is None else taken[i] for i, a in order]
 
 
-def _passed_on(run: Any, taken: list[tuple[str, Any]]) -> tuple[Any, list[tuple[str, Any]]]:
-    """What Triton's launcher calls and with what, where all it does is to pass on: a microsecond less a launch.
+@lru_cache(1024)
+def _passed_on(run: Any, count: int) -> tuple[Any, list[tuple[int | None, Any]]]:
+    """What Triton's launcher calls for `count` arguments, where all it does is to pass them on: a microsecond less a
+    launch. And with what: the argument of an index, or (None, another value).
 
     It would allocate scratch memory that a kernel asks for; ours ask for none. (triton 3.6 passes on arguments one by
     one, 3.9 in a tuple: there the launcher itself is called.)
     """
+    itself: list[tuple[int | None, Any]] = [(i, None) for i in range(count)]
     if any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")):
-        return run, taken
+        return run, itself
     passed: list[Any] = []
+    marks = [object() for _ in range(count)]
     probe = copy.copy(run)
     probe.launch = lambda *arguments: passed.extend(arguments)
-    marks = {id(mark := object()): (mark, each) for each in taken}
-    probe(*(mark for mark, _ in marks.values()))
-    if not marks.keys() <= set(map(id, passed)):
-        return run, taken
-    return run.launch, [marks[id(a)][1] if id(a) in marks else ("constant", a) for a in passed]
+    probe(*marks)
+    index = {id(mark): i for i, mark in enumerate(marks)}
+    if not index.keys() <= set(map(id, passed)):
+        return run, itself
+    return run.launch, [(index[id(a)], None) if id(a) in index else (None, a) for a in passed]
 
 
 def placed(sizes: Sequence[int], uses: Sequence[Sequence[int]]) -> tuple[list[int], int]:
@@ -286,14 +293,15 @@ def _maps(descriptor: Any, meta: Any) -> TensorMaps:
     return found
 
 
-def _without_encoding(run: Any) -> tuple[Any, Any]:
+@lru_cache(1024)
+def _without_encoding(run: Any) -> tuple[Any, tuple[Any, ...]]:
     """Triton's launcher without its step that encodes descriptors, and what that step knows of each of them."""
     inside = inspect.getclosurevars(run.launch).nonlocals
     if "launcher" not in inside or not inside.get("tensordesc_meta"):
         raise _Unknown("where this triton encodes descriptors")
     bare = copy.copy(run)
     bare.launch = inside["launcher"]
-    return bare, iter(inside["tensordesc_meta"])
+    return bare, tuple(inside["tensordesc_meta"])
 
 
 @lru_cache(None)

@@ -189,8 +189,11 @@ def test_gate_and_up_strided_differently_are_left_to_aten(provider, tactic):
     gate[:, :, : spec.H] = packed.gate_up[0]
     views = dataclasses.replace(packed, gate_up=(gate[:, :, : spec.H], packed.gate_up[1]))
     assert provider.reads(views).reason == "gate and up are strided differently"
-    run = launcher(Candidate(provider=provider.name, tactic=tactic), spec, CPU)
-    torch.testing.assert_close(run(x, ids, w, views).double(), exact(spec, x, ids, w, packed), rtol=2e-5, atol=2e-6)
+    run, want = launcher(Candidate(provider=provider.name, tactic=tactic), spec, CPU), exact(spec, x, ids, w, packed)
+    for enabled in (False, True):  # the spec decides aten's dtypes too
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            got = run(x, ids, w, views).double()
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(("provider", "tactic"), RUNS[:: len(GROUPED)], ids=run_ids[:: len(GROUPED)])

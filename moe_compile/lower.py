@@ -19,6 +19,7 @@ from .algebra.affine import as_size, memory_order
 from .algebra.terms import Term
 from .canonical import canonical
 from .nodes import fake, storage
+from .spec import ExpertsSpec, torch_dtype
 from .writes import Writes, mutated_arguments
 
 
@@ -91,6 +92,8 @@ def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> t
             torch.ops.moe_compile.experts.default, hidden, ids, weights, list(match.gate_up), list(match.down),
             list(match.gate_up_bias), list(match.down_bias), match.post_scale, str(spec.experts), plan,
         )  # fmt: skip
+        if match.identities:
+            out = _given_back(emit, out, hidden, ids, weights, spec.experts, match.identities)
         shown = root if isinstance(fake(root), torch.Tensor) else mutated_arguments(root)[0]  # setitem has no result
         shape = fake(shown).shape
         if len(shape) != 2:
@@ -102,6 +105,17 @@ def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> t
             out = emit("permute", out, *(order.index(d) for d in range(len(shape))))
     out.meta.update({k: v for k, v in shown.meta.items() if k != "unbacked_bindings"})
     return out
+
+
+def _given_back(
+    emit: Any, out: torch.fx.Node, hidden: torch.fx.Node, ids: Any, weights: Any, spec: ExpertsSpec, identities: int
+) -> torch.fx.Node:
+    """The experts' result with the hidden states, as often as identity experts (ids from E on) weigh them."""
+    chosen = emit(operator.and_, emit(operator.ge, ids, spec.E), emit(operator.lt, ids, spec.E + identities))
+    share = emit("sum", emit("masked_fill", weights, emit(operator.invert, chosen), 0.0), -1, True)
+    kept = emit("to", emit(operator.mul, hidden, share), torch_dtype(spec.out))
+    node: torch.fx.Node = emit(operator.add, out, kept)
+    return node
 
 
 def _retarget(writes: Writes, root: torch.fx.Node, out: torch.fx.Node) -> None:

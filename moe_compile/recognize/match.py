@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """The spec, the operands' nodes as the operator takes them, and every leaf that the region reads."""
+    """The spec, the operands' nodes as the operator takes them, and every leaf that the region reads.
+
+    `identities`: how many ids from E on give the weighted hidden states back, beside what the spec computes.
+    """
 
     spec: ExpertsSpec
     hidden: torch.fx.Node
@@ -43,6 +46,7 @@ class Match:
     down_bias: tuple[torch.fx.Node, ...] = ()
     post_scale: torch.fx.Node | None = None
     leaves: tuple[Term, ...] = ()
+    identities: int = 0
 
     def with_out(self, dtype: torch.dtype) -> Match | None:
         """The same with another result dtype; None where a spec can't hold it."""

@@ -1,8 +1,8 @@
 """Experts written out one after the other, sum_e [ids[t, k] == e] * w[t, k] * y_e[t, h], in whatever shape a loop has.
 
 In: the term of the accumulated output. Out: the match. The term is multiplied out into products of guards (ids == e),
-at most one sum over k, and factors; there must be one product for each expert 0 .. E - 1, all alike. Ids outside
-[0, E) meet no guard and contribute 0, as in the operator.
+at most one sum over k, and factors; there must be one product for each expert 0 .. E - 1, all alike. Ids from E on may
+give the hidden states back (identity experts). Ids that meet no guard contribute 0, as in the operator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..algebra.affine import Affine, Axis, axis_index
+from ..algebra.affine import Affine, Axis, axis_index, flat
 from ..algebra.layout import Val
 from ..algebra.terms import Term, Terms, find
 from ..rules.masks import indicator
@@ -92,17 +92,21 @@ def match_unrolled(walk: Walk, value: Val) -> Match:
         if not p.implied <= {some}:
             raise Unproved("an expert's output is masked by the choices of another", repr(p.implied))
         by_expert[e] = p
-    E = len(by_expert)
-    if sorted(by_expert) != list(range(E)):
+    ids = len(by_expert)
+    if sorted(by_expert) != list(range(ids)):
         raise Unproved("an expert is missing from the loop", f"there are {sorted(by_expert)}")
     if rest:  # memory that was there before: no id may be left for it
         every = {g for p in by_expert.values() for g in p.guards}
-        if place.ids is None or walk.ranges.get(place.ids.attr) != E or any(p.excluded != every for p in rest):
-            raise Unproved("rows that no expert writes", f"ids beyond {E}")
+        if place.ids is None or walk.ranges.get(place.ids.attr) != ids or any(p.excluded != every for p in rest):
+            raise Unproved("rows that no expert writes", f"ids beyond {ids}")
 
     held: set[str] = set()
-    parts = [read_combination(place, by_expert[e].factors) for e in range(E)]
-    experts = [read_expert(place, _chooser(e, held), p.y) for e, p in enumerate(parts)]
+    parts = [read_combination(place, by_expert[e].factors) for e in range(ids)]
+    first = read_expert(place, _chooser(0, held), parts[0].y)
+    E = ids
+    while E > 1 and parts[0].weight is not None and _gives_back(place, parts[E - 1].y, first):
+        E -= 1
+    experts = [first, *(read_expert(place, _chooser(e, held), parts[e].y) for e in range(1, E))]
     if len({(p.weight, p.post, p.eps, p.scale) for p in parts}) != 1:
         raise Unproved("the experts' outputs are weighted or normalized differently")
     if len(held) != 1 or len(set(map(_signature, experts))) != 1:
@@ -112,7 +116,16 @@ def match_unrolled(walk: Walk, value: Val) -> Match:
         raise Unproved("the experts of the loop are slices of different tensors")
     if how == "stacked" and {sizes_of(x.down)[0] for x in experts} != {E}:
         raise Unproved("an expert is missing from the loop", f"{E} of {sizes_of(experts[0].down)[0]}")
-    return assemble(place, value.dtype, parts[0], experts, E, how)
+    return replace(assemble(place, value.dtype, parts[0], experts, E, how), identities=ids - E)
+
+
+def _gives_back(place: Place, y: Term, expert: Expert) -> bool:
+    """Whether an expert's output is the hidden states that the others read, at its own token and channel."""
+    y, hidden = strip(y), expert.hidden
+    if y.op != "leaf" or y.attr != hidden.attr:
+        return False
+    H = place.h_out.size
+    return flat(y.index, tuple(sizes_of(y))) == place.t.scaled(H) + axis_index(place.h_out)
 
 
 def _expert(place: Place, guards: frozenset[Term]) -> int | None:

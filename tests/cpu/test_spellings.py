@@ -353,17 +353,45 @@ def identity_experts_in_a_block(x, router, gate_up, down):
     return out + x * rest.sum(dim=-1, keepdim=True)
 
 
-@miss(with_identities, "the experts' output is not a linear")
-def identity_experts_in_a_loop(x, router, gate_up, down):
+def loop_with(others: Callable[[Tensor, int], Tensor], x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor) -> Any:
     w, ids = route(x, router)
     out = torch.zeros_like(x)
     for e in range(E + 2):
-        y = x
+        y = others(x, e)
         if e < E:
             g, u = F.linear(x, gate_up[e]).chunk(2, dim=-1)
             y = F.linear(F.silu(g) * u, down[e])
         out = out + y * (w * (ids == e)).sum(-1, keepdim=True)
     return out
+
+
+@spelling(with_identities, E=E, K=K, weight="output")
+def identity_experts_in_a_loop(x, router, gate_up, down):
+    return loop_with(lambda x, e: x, x, router, gate_up, down)
+
+
+@spelling(with_identities, E=E, K=K, weight="output")
+def rows_of_identity_experts_in_a_loop(x, router, gate_up, down):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E + 2):
+        t, k = torch.where(ids == e)
+        y = x[t]
+        if e < E:
+            g, u = F.linear(y, gate_up[e]).chunk(2, dim=-1)
+            y = F.linear(F.silu(g) * u, down[e])
+        out.index_add_(0, t, y * w[t, k, None])
+    return out
+
+
+@miss(with_identities, "the experts' output is not a linear")
+def an_expert_that_gives_twice_the_hidden_states_back(x, router, gate_up, down):
+    return loop_with(lambda x, e: 2 * x if e == E + 1 else x, x, router, gate_up, down)
+
+
+@miss(with_identities, "the experts' output is not a linear")
+def an_expert_that_gives_another_tokens_hidden_states_back(x, router, gate_up, down):
+    return loop_with(lambda x, e: x.flip(0), x, router, gate_up, down)
 
 
 @spelling(stacked, weight="output", act="swiglu")

@@ -90,6 +90,7 @@ _TABLE: dict[str, tuple[str, str]] = {
     "sort": ("input dim descending stable", "sort"),
     "argsort": ("input dim descending stable", "argsort"),
     "topk": ("input k dim largest sorted", "topk"),
+    "argmax": ("input dim keepdim", "argmax"),
     "histc": ("input bins min max", "histc"),
     "bincount": ("input weights minlength", "bincount"),
     "cumsum": ("input dim dtype", "cumsum"),

@@ -107,7 +107,10 @@ def route(
     choice_TE = s_TE if bias_E is None else s_TE + bias_E
     if spec.groups > 1:
         choice_TE = choice_TE.masked_fill(~in_best_groups(spec, choice_TE), spec.group_fill)
-    values_TK, ids_TK = torch.topk(choice_TE, spec.K, dim=-1)
+    if spec.K == 1:
+        values_TK, ids_TK = choice_TE.max(dim=-1, keepdim=True)
+    else:
+        values_TK, ids_TK = torch.topk(choice_TE, spec.K, dim=-1)
     # where nothing but the score chose, top-k has gathered it already
     w_TK = values_TK if choice_TE is s_TE or spec.values == "choice" else s_TE.gather(-1, ids_TK)
     if late:

@@ -201,7 +201,8 @@ class RouterSpec:
        wider of the score's dtype, the scale operand's and `out`.
 
     Ties: both top-ks are torch.topk, which takes any of equal scores (other ones on other devices) and holds NaN for
-    the greatest. The slots of a token are in any order: the experts' sum does not depend on it.
+    the greatest; K = 1 takes the first of them, as argmax does. The slots of a token are in any order: the experts' sum
+    does not depend on it.
     """
 
     E: int

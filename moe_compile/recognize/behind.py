@@ -22,7 +22,6 @@ _MADE_BY = {
     **dict.fromkeys(("getitem", "index", "gather", "embedding"), "the expert ids are looked up in a table"),
     **dict.fromkeys(("cat", "stack"), "the expert ids are several choices side by side, not the indices of one top-k"),
     **dict.fromkeys(("where", "masked_fill"), "the expert ids are masked by more than themselves"),
-    "argmax": "the expert ids are those of argmax, which takes the first of equal scores, a top-k any",
 }
 _OPAQUE = {"linear", "matmul", "einsum", "grouped_mm", "baddbmm", "addmm"}
 

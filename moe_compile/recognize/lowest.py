@@ -27,7 +27,6 @@ _VALUES = (
 _FILLS = {"fill", "fill_", "zero_", "index_fill", "index_fill_"}
 _HARMLESS = frozenset(
     [
-        "argmax",
         "argmin",
         "bucketize",
         "count_nonzero",
@@ -189,5 +188,6 @@ _TABLE: dict[str, _Bound] = {
     **_each("to type convert copy setitem index_put scatter", _cast),
     **_each("mul div floordiv pow sum cumsum bitwise_and bitwise_or matmul linear einsum baddbmm addmm", _made),
     **_each("neg invert", lambda lowest, call: -math.inf),
-    **_each("abs square eq ne lt le gt ge isnan isfinite argsort topk histc bincount one_hot", lambda lowest, call: 0),
+    **_each("abs square eq ne lt le gt ge isnan isfinite", lambda lowest, call: 0),
+    **_each("argsort argmax topk histc bincount one_hot", lambda lowest, call: 0),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from .behind import behind, counts_tokens, floats_behind, no_top_k
 from .match import Match
 from .place import Computed
 from .reading import scalar_value, sizes_of, strip
-from .selection import Selection
+from .selection import Selection, undetached
 
 if TYPE_CHECKING:
     from .walk import Walk
@@ -71,7 +71,7 @@ class _Router:
 
     def __init__(self, walk: Walk, nodes: list[torch.fx.Node], block: Match) -> None:
         self.walk, self.terms, self.nodes, self.block = walk, walk.terms, nodes, block
-        ids = walk.value(block.ids)
+        ids = self._value(block.ids)
         weights = self._made(block.weights, ids)
         if not isinstance(weights, Val) or not isinstance(ids, Val) or weights.sizes != ids.sizes:
             raise Unproved("weights and ids differ in shape")
@@ -86,12 +86,14 @@ class _Router:
         if skips is not None:
             w = self._unskipped(w, skips)
         # name tokens and choices as the selection does; both number them alike
-        self.k_axes = [a for a in ids.dims[-1] if isinstance(a, Axis)]
-        t_axes = [a for d in ids.dims[:-1] for a in d if isinstance(a, Axis)]
+        tokens, choices = (ids.dims, ()) if block.spec.K == 1 else (ids.dims[:-1], ids.dims[-1])
+        self.k_axes = [a for a in choices if isinstance(a, Axis)]
+        t_axes = [a for d in tokens for a in d if isinstance(a, Axis)]
         if [a.size for a in t_axes] != [a.size for a in self.choice.t_axes]:
             raise Unproved("weights and choice differ in layout")
-        tokens = {a: axis_index(b) for a, b in zip(t_axes, self.choice.t_axes) if a is not b}
-        self.w, self.ids = self.terms.substitute(w, tokens), self.terms.substitute(self.ids, tokens)
+        names = {a: axis_index(b) for a, b in zip(t_axes, self.choice.t_axes) if a is not b}
+        self.w, self.ids = self.terms.substitute(w, names), self.terms.substitute(self.ids, names)
+        self.w = self.terms.rewrite(self.w, self._best)
         self.t = number_of(self.choice.t_axes)
         self._whole(self.ids, self.t.scaled(block.spec.K) + number_of(self.k_axes), block.spec.K)
 
@@ -117,11 +119,18 @@ class _Router:
 
     # names
 
+    def _value(self, node: torch.fx.Node) -> Any:
+        """A node's value; of a top-1 without the dim of choices, which some tensors have and some don't."""
+        v = self.walk.value(node)
+        if self.block.spec.K != 1 or not isinstance(v, Val):
+            return v
+        return Val(tuple(d for d in v.dims if d), v.term, v.dtype)
+
     def _made(self, weights: torch.fx.Node | Computed | None, ids: Any) -> Any:
         """The weights' value; where the block computes them of the router's, over the ids' axes."""
         if not isinstance(weights, Computed):
-            return self.walk.value(weights)
-        leaves = {leaf: (self.walk.value(node), ids) for leaf, node in weights.nodes.items()}
+            return None if weights is None else self._value(weights)
+        leaves = {leaf: (self._value(node), ids) for leaf, node in weights.nodes.items()}
         if not all(isinstance(v, Val) for pair in leaves.values() for v in pair):
             raise Unproved("weights and ids differ in shape")
         named = {leaf: self._named(*pair) for leaf, pair in leaves.items()}
@@ -153,6 +162,16 @@ class _Router:
         if not masked or w.args[1].op != "const" or float(w.args[1].attr[1]) != 0:
             raise Unproved("a route that skips the experts keeps a weight", repr(w)[:200])
         return w.args[2]
+
+    def _best(self, t: Term) -> Term | None:
+        """Of the greatest of all that a top-1 chose from: the same as what it chose, at the id."""
+        if t.op != "max" or t.attr != "one" or self.block.spec.K != 1 or self.choice.group or len(t.bound) != 1:
+            return None
+        (axis,), (body,) = self.terms.open(t)
+        at_e = undetached(self.terms, self.terms.substitute(body, {axis: self.choice.e}))
+        if axis.size != self.choice.E or at_e is not self.choice.unmasked:
+            return None
+        return self.terms.substitute(body, {axis: self.terms.value(self.ids)})
 
     def _at_expert(self, t: Term) -> Term:
         """What `t` reads at the chosen experts, read at e instead."""

@@ -9,6 +9,7 @@ from ..nodes import fake
 from ..verdict import Unproved
 from .counts import counts_of
 from .registry import Context, Result, cut_here, dim, dims, rule, val
+from .sort import best_of, item
 
 
 @rule("sum", "mean", cuts=True)
@@ -58,16 +59,21 @@ def _softmax(c: Context, call: Call) -> Result:
 
 @rule("amax")
 def _amax(c: Context, call: Call) -> Result:
-    """The best of a dim; of the two results of `max` along a dim, the values."""
+    """The best of a dim; `max` along a dim gives its index too, which is a top-1's where it is read."""
     v = val(c, call.get("input"))
-    if cut_here(c, v):
-        return None
+    indexed = isinstance(fake(c.node), tuple)
+    ids, found = item(c.node, 1) if indexed else None, None
+    if ids is not None:
+        found = best_of(c, v, dim(c, call.get("dim"), len(v.dims)), bool(call.get("keepdim")), ids)
+    if cut_here(c, v) or found is not None:
+        return found
     if c.cut:
         raise Unproved("a maximum where a sum is expected")
     if call.get("keepdim"):
         raise Unproved("a maximum that keeps its dim")
     d = dim(c, call.get("dim"), len(v.dims))
     body = Val((v.dims[d],), v.term, v.dtype)
-    best = c.terms.bind("max", tuple(body.every()), (v.term,), dtype=v.dtype)
+    # the gradient of `max` goes to one element, that of `amax` to all that are equal
+    best = c.terms.bind("max", tuple(body.every()), (v.term,), attr="one" if indexed else "all", dtype=v.dtype)
     out = Val((*v.dims[:d], *v.dims[d + 1 :]), best, v.dtype)
-    return (out, None) if isinstance(fake(c.node), tuple) else out
+    return (out, None) if indexed else out

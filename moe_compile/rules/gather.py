@@ -190,7 +190,7 @@ def _scatter(c: Context, call: Call) -> Result:
     if base.term.op != "const":
         raise Unproved("a scatter into values that are not constant")
     choices = Val((dims[d],), ids, at.dtype).axes()
-    if value.op != "const":
+    if value.op != "const" and choices:
         along = c.distinct.get(ids.attr) if ids.op == "leaf" else None
         if along is None or ids.index[along] != number_of(choices):
             raise Unproved("values scattered at places that may coincide", repr(ids))

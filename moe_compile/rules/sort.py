@@ -87,6 +87,38 @@ def _topk(c: Context, call: Call) -> Result:
     return _at(c, v, d, at), at
 
 
+@rule("argmax")
+def _argmax(c: Context, call: Call) -> Result:
+    """A top-1's ids; of equal scores, the first."""
+    v = val(c, call.get("input"))
+    if call.get("dim") is None:
+        raise Unproved("an argmax over all dims")
+    found = best_of(c, v, dim(c, call.get("dim"), len(v.dims)), bool(call.get("keepdim")), c.node)
+    return None if found is None else found[1]
+
+
+def best_of(c: Context, v: Val, d: int, keepdim: bool, ids: torch.fx.Node) -> tuple[Result, Val] | None:
+    """(the best of dim `d`, its index, which `ids` holds), in a walk that opens routers; else the ids stay a leaf."""
+    if type(v.sizes[d]) is int:
+        key = c.leaf(ids).term.attr
+        c.ranges[key] = v.sizes[d]
+        if keepdim:
+            c.distinct[key] = d
+    if c.cut:
+        return None
+    if d != len(v.dims) - 1:
+        raise Unproved("an argmax along a dim that is not the last")
+    c.selections[ids] = v
+    chosen = c.leaf(ids)
+    held = chosen.dims[:-1] if keepdim else chosen.dims
+    if any(len(da) != len(db) for da, db in zip(v.dims[:d], held)):
+        raise Unproved("an argmax over dims that do not match")
+    mapping = {b: axis_index(a) for da, db in zip(v.dims[:d], held) for a, b in zip(da, db)}  # type: ignore[arg-type]
+    term = c.terms.substitute(chosen.term, mapping)  # type: ignore[arg-type]
+    at = Val((*v.dims[:d], *([()] if keepdim else [])), term, torch.int64)
+    return _at(c, v, d, at), at
+
+
 def _rest(v: Val, d: int) -> tuple[Affine, ...]:
     return tuple(axis_index(a) for dim in v.dims[:d] for a in dim if isinstance(a, Axis))
 

@@ -52,7 +52,7 @@ def test_it_chooses_and_weighs_as_the_reference(name):
     torch.testing.assert_close(weights, want_weights, rtol=bound, atol=0)
 
 
-@pytest.mark.parametrize("name", ["odd", "deepseek v3", "zeros between"])
+@pytest.mark.parametrize("name", ["odd", "deepseek v3", "zeros between", "llama4"])
 def test_of_equal_choices_the_lowest_ids_win(name):
     spec = SPECS[name]
     logits, bias, _ = operands(spec, 20)
@@ -65,6 +65,8 @@ def test_of_equal_choices_the_lowest_ids_win(name):
         kept = torch.zeros_like(best).scatter_(1, best.sort(dim=1, descending=True, stable=True).indices[:, :2], 1.0)
         c = c.where(kept.bool().repeat_interleave(members.shape[2], 1), spec.group_fill)
     assert torch.equal(ids, c.sort(dim=1, descending=True, stable=True).indices[:, : spec.K])
+    if spec.K == 1:
+        assert torch.equal(ids, route_reference(spec, logits, bias)[1])
 
 
 @pytest.mark.parametrize("name", [n for n in SPECS if n != "choice"])

@@ -300,7 +300,7 @@ def rows_shifted_between_the_linears(s: S) -> Any:
     return (F.silu(s.halves[0]) * s.halves[1]).roll(1, 0)
 
 
-@impostor(GATHERED, "act", ELSE)
+@impostor(GATHERED, "act", "no rule knows this operation: flip")
 def channels_crossed_between_the_linears(s: S) -> Any:
     return F.silu(s.halves[0]) * s.halves[1].flip(-1)
 

@@ -32,7 +32,7 @@ from .journal import (
     StageFailed,
     Verified,
 )
-from .nodes import copy_graph
+from .nodes import checkpointed, copy_graph
 from .options import OptionError, Options
 
 _WARNED: set[str] = set()
@@ -54,30 +54,40 @@ def moe_backend(
     if ours.provider != "auto":
         _check_provider(ours.provider)
     dump.follow_environment()
-    original, _ = copy_graph(gm.graph)
-    graph = journal.next_graph()
-    with journal.capture() as events:
-        try:
-            finish = _transform(gm, example_inputs, graph, ours, _launch_mode(ours, mode, inner_options))
-        except _StageError as failure:
-            _give_up(failure, ours)
-            _restore(gm, original)
-            finish = None
-    trace.artifacts([e for e in events if e.graph == graph])
+    # what a checkpoint computes again in the backward is a graph of its own; there are no inputs to measure it on
+    unseen = dataclasses.replace(ours, verify=False, tune="off" if ours.tune == "off" else "cost")
+    graphs = {gm: journal.next_graph(), **{body: journal.next_graph() for body in checkpointed(gm)}}
+    originals = {g: copy_graph(g.graph)[0] for g in graphs}
+    finishes: list[Callable[[Any], Any]] = []
+    for g, number in graphs.items():
+        given = (example_inputs, number, ours) if g is gm else ((), number, unseen)
+        with journal.capture() as events:
+            try:
+                finish = _transform(g, *given, _launch_mode(ours, mode, inner_options))
+            except _StageError as failure:
+                _give_up(failure, ours)
+                _restore(g, originals[g])
+                finish = None
+        trace.artifacts([e for e in events if e.graph == number])
+        finishes += [] if finish is None else [finish]
     compile_inner = _inner(ours.inner, mode, inner_options)
     try:
         compiled = compile_inner(gm, example_inputs)
-        return compiled if finish is None else finish(compiled)
+        for finish in finishes:
+            compiled = finish(compiled)
+        return compiled
     except torch._dynamo.exc.TorchDynamoException:  # Dynamo's own signals: restarts and skips
-        journal.record(GraphAbandoned(graph=graph))
+        for number in graphs.values():
+            journal.record(GraphAbandoned(graph=number))
         raise
     except Exception as error:
-        if ours.strict or finish is None:
+        if ours.strict or not finishes:
             raise
         # The inner backend refused the lowered graph. Where it takes the original one, the fault is ours.
-        _restore(gm, original)
+        for g, original in originals.items():
+            _restore(g, original)
         compiled = compile_inner(gm, example_inputs)
-        _give_up(_StageError("inner", error, graph), ours)
+        _give_up(_StageError("inner", error, graphs[gm]), ours)
         return compiled
 
 

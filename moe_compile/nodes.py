@@ -73,6 +73,17 @@ def clean_path(path: str) -> str:
     return re.sub(r"\.+", ".", path).strip(".")
 
 
+def checkpointed(gm: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """The bodies of the graph's checkpoints (torch.utils.checkpoint), those within others behind them."""
+    found: list[torch.fx.GraphModule] = []
+    for n in gm.graph.nodes:
+        if n.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body = gm.get_submodule(str(n.args[0].target))
+            if isinstance(body, torch.fx.GraphModule) and body not in found:
+                found += [body, *checkpointed(body)]
+    return found
+
+
 def copy_graph(graph: torch.fx.Graph) -> tuple[torch.fx.Graph, dict[torch.fx.Node, torch.fx.Node]]:
     """(the graph with nodes of its own, old node -> new). Values, metadata, what Dynamo hangs on nodes: shared."""
     new = torch.fx.Graph()

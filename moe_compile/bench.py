@@ -104,11 +104,12 @@ class Captured:
 
 
 def capture(calls: Sequence[Callable[[], Any]], pool: Any = None) -> Captured:
-    """The calls in a CUDA graph, after one of them was made outside of it. pool: of memory, shared with other graphs
-    whose results are dropped too. Raises what the calls and capturing raise."""
+    """The calls in a CUDA graph, after each was made outside of it. pool: of memory, shared with other graphs whose
+    results are dropped too. Raises what the calls and capturing raise."""
     import torch
 
-    calls[0]()  # compiles and loads what capture must not
+    for call in calls:  # the first compiles what capture must not; each may lay out weights of its own
+        call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):

@@ -103,6 +103,20 @@ def test_a_capture_without_a_call_before_is_left_to_aten() -> None:
     assert torch.equal(run(*inputs, other), want)
 
 
+def test_a_first_call_on_another_stream() -> None:
+    together, alone = spec_of(E=8, I=256, H=512)
+    p = weights_of(together, GPU)
+    own = apart(p)
+    inputs = tokens_of(together, 16, GPU)
+    candidate = shortlist(alone, facts(GPU), 16, ("triton_grouped",))[0].candidate
+    want = launcher(candidate, together, GPU)(*inputs, p)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        got = [launcher(candidate, alone, GPU)(*inputs, own) for _ in range(3)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(g, want) for g in got)
+
+
 def test_weights_that_move_are_read_where_they_are() -> None:
     together, alone = spec_of(E=8, I=256, H=512, gate_up=SEPARATE)
     p = weights_of(together, GPU)

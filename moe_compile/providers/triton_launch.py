@@ -24,11 +24,11 @@ def launcher_of(run: Launcher, provider: Provider, spec: ExpertsSpec, device: to
     from ..kernels.tape import recorded
 
     listed, cuda = spec.tensors == "listed", device.type == "cuda"
-    if listed:
-        run = by_table(recorded(run) if cuda else run)
-    if not provider.reads_any(spec):
+    if not listed and not provider.reads_any(spec):
         run = _asking(run, provider)
-    return on_device(recorded(run) if cuda and not listed else run, device)
+    if cuda:
+        run = recorded(run)
+    return on_device(by_table(run) if listed else run, device)
 
 
 def _asking(run: Launcher, provider: Provider) -> Launcher:

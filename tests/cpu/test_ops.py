@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 
@@ -12,6 +13,7 @@ import torch._dynamo.testing
 from operand_cases import OAI, TOLERANCE, Case, assert_close, case_of, layout_id, layouts, spec_of
 
 from moe_compile import ops, reference
+from moe_compile.operands import Listed
 from moe_compile.spec import Layout, RouterSpec, torch_dtype
 
 PLAN = "*:aten"
@@ -379,6 +381,24 @@ def test_bad_router_operands():
     ):
         with pytest.raises(ValueError, match=f"moe_compile::route: {message}"):
             route(*args, str(spec))
+
+
+def test_listed_experts_are_looked_at_again_when_they_change():
+    spec = spec_of("f32", tensors="listed", H=16, I=16)
+    c = case_of(spec, 3)
+    call = functools.partial(torch.ops.moe_compile.experts, c.hidden, c.ids, c.weights)
+    want = call(*c.p.arguments(), str(spec), "*:aten")
+    down = c.p.down.tensors[4]
+    assert torch.equal(call(*c.p.arguments(), str(spec), "*:aten"), want)
+    for wrong in (torch.zeros(16, 17), torch.zeros(16, 16, dtype=torch.float16)):
+        kept, down.data = down.data, wrong  # the same objects, which look different
+        with pytest.raises(ValueError, match="down is"):
+            call(*c.p.arguments(), str(spec), "*:aten")
+        down.data = kept
+        assert torch.equal(call(*c.p.arguments(), str(spec), "*:aten"), want)
+    few = dataclasses.replace(c.p, down=Listed(c.p.down.tensors[:-1]))
+    with pytest.raises(ValueError, match=r"down is 5 tensor\(s\)"):
+        call(*few.arguments(), str(spec), "*:aten")
 
 
 def test_listed_experts_are_counted():

@@ -139,6 +139,21 @@ def test_one_expert_strided_otherwise_is_left_to_aten(provider, tactic, operand)
 
 
 @pytest.mark.parametrize(("provider", "tactic"), BOTH, ids=names)
+def test_weights_that_turn_where_they_are(provider, tactic):
+    """The same objects at the same addresses, but a square weight is transposed: seen, and left to aten."""
+    spec = spec_of(E=3, H=16, I=16, gate_up=Layout(halves="separate"))
+    x, ids, w, p = draw(spec, 3)
+    own = apart(p)
+    assert torch.equal(run(provider, tactic, spec, x, ids, w, own), check(provider, tactic, spec, (x, ids, w, p)))
+    for e in range(spec.E):
+        own.down.tensors[e].data = own.down.tensors[e].data.T
+        turned = torch.stack([*(t.T for t in p.down[: e + 1]), *p.down[e + 1 :]])
+        got = run(provider, tactic, spec, x, ids, w, own)
+        want = exact(spec, x, ids, w, dataclasses.replace(p, down=turned))
+        torch.testing.assert_close(got.double(), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("provider", "tactic"), BOTH, ids=names)
 def test_weights_that_move_are_read_where_they_are(provider, tactic):
     spec = spec_of(gate_up=Layout(halves="separate"))
     x, ids, w, p = draw(spec, 3)

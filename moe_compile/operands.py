@@ -208,7 +208,7 @@ def checker(spec: ExpertsSpec) -> Check:
     names = ("gate_up", "down", "gate_up_bias", "down_bias")
     # operand: how many tensors, and the shape of each
     lists = [(n, len(shapes), shapes[0] if shapes else ()) for n, shapes in zip(names, spec.operand_shapes())]
-    scaled, scale_shape = spec.post == "scaled_rms", (spec.H,)
+    H, K, weighted, scaled, scale_shape = spec.H, spec.K, spec.weight != "none", spec.post == "scaled_rms", (spec.H,)
     listed, last = spec.tensors == "listed", Like(())
 
     def fail(operand: str, expected: object, got: object) -> None:
@@ -225,16 +225,17 @@ def checker(spec: ExpertsSpec) -> Check:
         post_scale: torch.Tensor | None,
     ) -> None:
         nonlocal last
-        if hidden.dim() != 2 or hidden.shape[1] != spec.H or hidden.dtype != x:
-            fail("hidden", f"{x} [T, {spec.H}]", f"{hidden.dtype} {list(hidden.shape)}")
-        routes = (hidden.shape[0], spec.K)
+        rows = hidden.shape
+        if len(rows) != 2 or rows[1] != H or hidden.dtype != x:
+            fail("hidden", f"{x} [T, {H}]", f"{hidden.dtype} {list(rows)}")
+        routes = (rows[0], K)
         if ids.shape != routes or ids.dtype not in integers:
             fail("ids", f"int64 or int32 {list(routes)}", f"{ids.dtype} {list(ids.shape)}")
-        if weights is not None and spec.weight != "none":
+        if weights is not None and weighted:
             if weights.shape != routes or weights.dtype != w:
                 fail("weights", f"{w} {list(routes)}", f"{weights.dtype} {list(weights.shape)}")
-        elif (weights is None) != (spec.weight == "none"):
-            fail("weights", "None" if spec.weight == "none" else "a tensor", "None" if weights is None else "a tensor")
+        elif (weights is not None) != weighted:
+            fail("weights", "a tensor" if weighted else "None", "None" if weights is None else "a tensor")
         for (operand, number, _), tensors in zip(lists, (gate_up, down, gate_up_bias, down_bias)):
             if len(tensors) != number:
                 fail(operand, f"{number} tensor(s)", f"{len(tensors)} tensor(s)")
@@ -247,6 +248,6 @@ def checker(spec: ExpertsSpec) -> Check:
                 last = Like(every)
         if (post_scale is not None) != scaled or (post_scale is not None and post_scale.shape != scale_shape):
             got = "None" if post_scale is None else list(post_scale.shape)
-            fail("post_scale", [spec.H] if scaled else "None", got)
+            fail("post_scale", [H] if scaled else "None", got)
 
     return check

@@ -2,7 +2,8 @@
 
 In: a launcher, that is a function of tensors which allocates by torch.empty and launches by launch.Bound. Out: the same
 launcher. The first call of a kind runs as written and is recorded; a later one allocates its output and one scratch
-buffer, and hands addresses to the compiled kernels. A kind is all but addresses: T, dtypes, strides.
+buffer, and hands addresses to the compiled kernels. A kind is all that the spec leaves open but addresses: T, the ids'
+dtype, strides.
 Invariants:
 * A tape holds no tensor and no address: weights are read where they are at each call.
 * Only what was seen whole is replayed. A call in which torch copies or computes (x that a kernel can't read in place),
@@ -46,10 +47,12 @@ def recorded(run: Launcher) -> Launcher:
     ) -> torch.Tensor:
         operands = [x_TH, ids_TK, *packed.gate_up, packed.down, *packed.gate_up_bias]
         operands += [t for t in (weights_TK, packed.down_bias, packed.post_scale) if t is not None]
-        kind: tuple[Any, ...] = (x_TH.shape[0], ids_TK.dtype, *[t.stride() for t in operands])
+        kind: tuple[Any, ...] = (x_TH.shape[0], ids_TK.dtype)
         if type(packed.down) is Table:
-            kind += tuple(t.multiple for t in operands if type(t) is Table)
+            kind += tuple((t.strides, t.multiple) for t in operands if type(t) is Table)
             operands = list(map(base, operands))
+        if not all(map(torch.Tensor.is_contiguous, operands)):  # else strides follow from T and the spec
+            kind += tuple(t.stride() for t in operands)
         addresses = [t.data_ptr() for t in operands]
         tape = tapes.get(kind)
         if isinstance(tape, Reject) or launch.only_compiled() or reduce(or_, addresses) & 15:
@@ -143,9 +146,9 @@ class Tape:
                         raise _Unknown("an argument that is no operand and was not allocated")
                     at = every.index(tensor.data_ptr())
                     uses[at].append(step)
-                    if kind == "map":
+                    if kind == "map" and (at, maps) not in self.maps:
                         self.maps.append((at, maps))
-                    picks.append((kind, at if kind == "tensor" else len(self.maps) - 1))
+                    picks.append((kind, at if kind == "tensor" else self.maps.index((at, maps))))
                 elif kind == "stream":
                     picks.append((kind, 0))
                 else:

@@ -1,9 +1,10 @@
 """`moe-compile bench` over every geometry and token count at once, on all GPUs: h200.json, providers.json under $OUT.
 
-Each geometry's token counts are halved, a process each, and the processes dealt out over the GPUs. All of them first
+Each geometry's token counts are split, a process a part, and the processes dealt out over the GPUs. All of them first
 draw weights and compile (kernels, Inductor, CuTe-DSL) side by side; then, GPU by GPU, one process after the other has
 the GPU to itself, and times its cells. What other libraries' tuners found while the GPU was shared is forgotten, and
-tuned again. Cells are written as they come; a process whose time is up is ended. How the record stands is printed last.
+tuned again (from 512 tokens on with 3 repeats of a tactic instead of 10). Cells are written as they come; a process
+whose time is up is ended. How the record stands is printed last.
 providers.json has the cells' providers, and the memory of those that copy weights, of a layer drawn afresh, after
 kernels are compiled: `kept` is what stays allocated after its first call, `peak` the most that the call had beyond what
 was there and its result, `declared` what was said before.
@@ -28,7 +29,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
 TOKENS = tuple(1 << i for i in range(14))
 THEIRS = ("flashinfer", "cudnn")  # other libraries' providers
-WEIGHT = {"dsv3": 2.5, "mixtral": 1.5, "tiny": 0.2}  # of a process's share of the time; others 1
+PARTS = {"dsv3": 2, "tiny": 2}  # processes of a geometry, others 3; two of dsv3 fill a GPU
+WEIGHT = {"dsv3": 3.0, "mixtral": 1.6}  # of a cell's time, others 1
 LAST = 3.0  # seconds that writing and the table take
 
 
@@ -63,10 +65,14 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             if time.time() > until:
                 say(geometry, "not timed:", tokens[tokens.index(T) :])
                 break
+            if T >= 512 and "flashinfer" in sys.modules:
+                tuner = importlib.import_module("flashinfer.autotuner").AutoTuner.get()
+                tuner.warmup, tuner.repeat = 1, 3
             cells.append(of.cell(T))
             say(cells[-1])
             write(folder / "cells.json", contest.as_json(contest.record(cells, device)))
-    write(folder / "memory.json", json.dumps(memory(of, tokens[0])))
+    if folder.name.endswith("_0"):
+        write(folder / "memory.json", json.dumps(memory(of, tokens[0])))
     (folder / "done").touch()
 
 
@@ -141,24 +147,59 @@ def write(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def cost(geometry: str, tokens: list[int]) -> float:
+    """About so many seconds are the cells' timing."""
+    return WEIGHT.get(geometry, 1.0) * sum(1.7 + T / 1500 for T in tokens)
+
+
 def turns(tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float) -> None:
     """One GPU's processes, each alone on it in turn."""
     while time.time() < prepared + 20 and any(
         not (folder / "ready").exists() and processes[folder].poll() is None for _, _, folder in tasks
     ):
         time.sleep(0.1)
-    for i, (geometry, _, folder) in enumerate(tasks):
+    for i, (geometry, tokens, folder) in enumerate(tasks):
         if not (folder / "ready").exists():
             say(geometry, folder.name, "is not ready:", processes[folder].poll())
             processes[folder].kill()
             continue
-        left = [WEIGHT.get(g, 1.0) for g, _, _ in tasks[i:]]
-        until = time.time() + (end - time.time()) * min(1.0, 1.4 * left[0] / sum(left))
+        share = cost(geometry, tokens) / sum(cost(g, t) for g, t, _ in tasks[i:])
+        until = time.time() + (end - time.time()) * min(1.0, 1.4 * share)
         write(folder / "turn", str(min(until, end - LAST)))
         while time.time() < end and not (folder / "done").exists() and processes[folder].poll() is None:
             time.sleep(0.05)
         processes[folder].kill()
         processes[folder].wait()
+
+
+def deal(cells: list[str], gpus: int) -> list[tuple[str, list[int], str, int]]:
+    """(geometry, tokens, name, GPU) of each process, in the order of their turns."""
+    parts: list[tuple[str, list[int], str]] = []
+    for text in cells:
+        geometry, _, some = text.partition(":")
+        tokens = [int(t) for t in some.split(",")] if some else list(TOKENS)
+        many = PARTS.get(geometry, 3)
+        parts += [(geometry, tokens[k::many], f"{geometry}_{k}") for k in range(many) if tokens[k::many]]
+    load = [0.0] * gpus
+    to: dict[str, int] = {}
+    for geometry, tokens, name in sorted(parts, key=lambda part: -cost(*part[:2])):
+        to[name] = load.index(min(load))
+        load[to[name]] += cost(geometry, tokens)
+    return [(*part, to[part[2]]) for part in parts]
+
+
+def merged(done: list[dict[str, Any]]) -> dict[str, Any]:
+    """One record of several processes'."""
+    found: dict[str, Any] = {**done[0], "absent": {}, "cells": []}
+    for part in done:
+        found["cells"] += part["cells"]
+        for name, reasons in part["absent"].items():
+            for why, where in reasons.items():
+                for geometry, tokens in where.items():
+                    found["absent"].setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).extend(tokens)
+    order = [*GEOMETRIES, "tiny"]
+    found["cells"].sort(key=lambda c: (order.index(c["geometry"]), c["T"]))
+    return found
 
 
 def main() -> None:
@@ -187,45 +228,32 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="gpu_bench_"))
     tasks: list[list[tuple[str, list[int], Path]]] = [[] for _ in range(gpus)]
     processes: dict[Path, Any] = {}
-    for i, text in enumerate(arguments.cells):
-        geometry, _, some = text.partition(":")
-        tokens = [int(t) for t in some.split(",")] if some else list(TOKENS)
-        for half in (0, 1):
-            if not (share := tokens[half::2]):
-                continue
-            gpu, folder = (i + half) % gpus, root / f"{geometry}_{half}"
-            folder.mkdir()
-            command = [sys.executable, __file__, *sys.argv[1:], "--work", geometry, ",".join(map(str, share))]
-            command += [str(folder), "--prepared", str(prepared)]
-            environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible[gpu], "GPU_BENCH_START": str(START)}
-            log = (folder / "log").open("w")
-            processes[folder] = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
-            tasks[gpu].append((geometry, share, folder))
+    for geometry, tokens, name, gpu in deal(arguments.cells, gpus):
+        folder = root / name
+        folder.mkdir()
+        command = [sys.executable, __file__, *sys.argv[1:], "--work", geometry, ",".join(map(str, tokens))]
+        command += [str(folder), "--prepared", str(prepared)]
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible[gpu], "GPU_BENCH_START": str(START)}
+        log = (folder / "log").open("w")
+        processes[folder] = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        tasks[gpu].append((geometry, tokens, folder))
     threads = [threading.Thread(target=turns, args=(t, processes, prepared, end)) for t in tasks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    parts: list[Any] = []
+    done: list[Any] = []
     kept: dict[str, Any] = {}
     for geometry, _, folder in sorted(t for some in tasks for t in some):
         text = (folder / "log").read_text(errors="replace")
         print("".join(c for c in text if c == "\n" or " " <= c <= "~")[-6000:], flush=True)
         if (folder / "cells.json").exists():
-            parts.append(json.loads((folder / "cells.json").read_text()))
+            done.append(json.loads((folder / "cells.json").read_text()))
         if (folder / "memory.json").exists():
             kept.setdefault(geometry, {}).update(json.loads((folder / "memory.json").read_text()))
-    if not parts:
+    if not done:
         raise SystemExit("no cell was timed")
-    found = {**parts[0], "what": contest.__doc__, "absent": {}, "cells": []}
-    for part in parts:
-        found["cells"] += part["cells"]
-        for name, reasons in part["absent"].items():
-            for why, where in reasons.items():
-                for geometry, Ts in where.items():
-                    found["absent"].setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).extend(Ts)
-    order = [*GEOMETRIES, "tiny"]
-    found["cells"].sort(key=lambda c: (order.index(c["geometry"]), c["T"]))
+    found = {**merged(done), "what": contest.__doc__}
     out = Path(os.environ.get("OUT", "."))
     write(out / "h200.json", contest.as_json(found) + "\n")
     write(out / "providers.json", contest.as_json(providers_of(found, kept)) + "\n")

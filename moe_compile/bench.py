@@ -105,16 +105,19 @@ class Captured:
 
 def capture(calls: Sequence[Callable[[], Any]], pool: Any = None) -> Captured:
     """The calls in a CUDA graph, after each was made outside of it. pool: of memory, shared with other graphs whose
-    results are dropped too. Raises what the calls and capturing raise."""
+    results are dropped too. Raises what the calls and capturing raise; the pool is of no more use then."""
     import torch
 
     for call in calls:  # the first compiles what capture must not; each may lay out weights of its own
         call()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        for call in calls:
-            call()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            for call in calls:
+                call()
+    finally:
+        torch.cuda.set_stream(stream)  # torch leaves the capture's current where capturing fails
     return Captured(graph=graph, calls=len(calls))
 
 

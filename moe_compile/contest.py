@@ -129,6 +129,7 @@ class Contest:
         self.only, self.rounds, self.layers = tuple(only), rounds, layers
         self._which = {"tactics": tactics, "peers": peers}
         self._stack: list[ExpertWeights] = []
+        self._pool: Any = None  # of the graphs' memory
 
     def compile(self, T: int, without: Collection[str] = ()) -> dict[str, float]:
         """Compile what the contenders for T tokens need, ours on several threads, others by a call of each; seconds.
@@ -159,9 +160,9 @@ class Contest:
         truth = exact(self.spec, ENDS, inputs[0], stack[0])
         failed: dict[str, str] = {}
         fastest: dict[str, _Ready] = {}
-        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._pool = _new_pool(self.device)
         for name, made in self._contenders(T, failed).items():
-            found = {label: self._ready(label, make, inputs, stack, truth, pool) for label, make in made.items()}
+            found = {label: self._ready(label, make, inputs, stack, truth) for label, make in made.items()}
             ready = {label: r for label, r in found.items() if isinstance(r, _Ready)}
             times = self._time(ready, 5) if len(ready) > 1 else {}
             if ready:
@@ -207,7 +208,7 @@ class Contest:
 
     def _ready(
         self, label: str, make: Callable[[], Any], inputs: Sequence[Any], stack: Sequence[ExpertWeights],
-        truth: torch.Tensor, pool: Any,
+        truth: torch.Tensor,
     ) -> _Ready | Reject:  # fmt: skip
         """The contender ready to be timed, if its result agrees with fp64 to four roundings of the dtype."""
         run = _attempt(make)
@@ -220,9 +221,12 @@ class Contest:
             return Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
         calls = [partial(run, *i, w) for i, w in zip(inputs, stack)]
         made = _attempt(partial(_all, calls))  # each layer's first call lays its weights out, which capture can't
-        if pool is not None and not isinstance(made, Reject):
-            made = _attempt(lambda: bench.capture(calls, pool))
-        return made if isinstance(made, Reject) else _Ready(label=label, error=error, calls=calls, graph=made)
+        if isinstance(made, Reject):
+            return made
+        if self._pool is not None and isinstance(made := _attempt(lambda: bench.capture(calls, self._pool)), Reject):
+            self._pool = _new_pool(self.device)
+            return made
+        return _Ready(label=label, error=error, calls=calls, graph=made)
 
     def _time(self, ready: Mapping[str, _Ready], rounds: int) -> dict[str, Timing]:
         if self.device.type == "cuda":
@@ -237,6 +241,10 @@ class _Ready:
     error: float
     calls: Sequence[Callable[[], Any]]
     graph: Any  # a bench.Captured; None without CUDA
+
+
+def _new_pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 def _all(calls: Sequence[Callable[[], Any]]) -> None:

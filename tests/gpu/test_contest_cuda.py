@@ -49,5 +49,6 @@ def test_what_cannot_be_captured_costs_no_other_its_time(monkeypatch):
     }
     monkeypatch.setattr(contest, "contenders", lambda *a, **k: made)
     cell = contest.Contest("small", DEVICE, rounds=2).cell(5)
-    assert set(cell.times) == {"before", "after"} and set(cell.failed) == {"host"}
+    assert set(cell.times) == {"before", "after"} and set(cell.failed) == {"host"}, cell.failed
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert "captur" in cell.failed["host"]

@@ -220,13 +220,11 @@ class Contest:
         if not error <= bound:
             return Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
         calls = [partial(run, *i, w) for i, w in zip(inputs, stack)]
-        made = _attempt(partial(_all, calls))  # each layer's first call lays its weights out, which capture can't
-        if isinstance(made, Reject):
-            return made
-        if self._pool is not None and isinstance(made := _attempt(lambda: bench.capture(calls, self._pool)), Reject):
+        graph = None
+        if self._pool is not None and isinstance(graph := _attempt(lambda: bench.capture(calls, self._pool)), Reject):
             self._pool = _new_pool(self.device)
-            return made
-        return _Ready(label=label, error=error, calls=calls, graph=made)
+            return graph
+        return _Ready(label=label, error=error, calls=calls, graph=graph)
 
     def _time(self, ready: Mapping[str, _Ready], rounds: int) -> dict[str, Timing]:
         if self.device.type == "cuda":

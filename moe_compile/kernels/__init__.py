@@ -3,7 +3,8 @@
 epilogue.py  an activation expression -> a device function
 sort.py      ids_TK -> routes in expert order and the tile schedule
 grouped.py   the two grouped linears over that order
-hopper.py    those two for many rows an expert, with warps that fetch beside warps that multiply (Gluon)
+hopper.py    those two for many rows an expert, with warps that fetch beside warps that multiply (Gluon): what those
+             do is in hopper_parts.py
 finalize.py  the weighted sum over each token's routes
 launch.py    how all of them are launched: overlapped (PDL) and at little host time
 decode.py    the same block in two launches without sorting, for few tokens

@@ -1,10 +1,11 @@
 """The two grouped linears of many rows an expert, for Hopper: warps that fetch beside warps that multiply (Gluon).
 
 In, out, arguments and invariants: as grouped.fc1 and fc2, whose torch twins are these kernels' too. What differs is the
-schedule. A program stays on its processor and takes tiles in turn. One partition of its warps fetches, as far ahead as
-its buffers reach: weights and sorted rows by tensor descriptors, or x's rows gathered by their routes; so the next
-tile's first operands arrive while the other partition still stores the last one's results. The other multiplies, two
-warpgroups of 64 rows each. Buffers change hands through two barriers each: full (the bytes are there) and empty.
+schedule. A program stays on its processor and claims tile after tile. One partition of its warps fetches, as far ahead
+as its buffers reach: weights and sorted rows by tensor descriptors, or x's rows gathered by their routes; so the next
+tile's first operands arrive while this one's results are stored. Two or three others multiply 64 rows of the tile each
+(hopper_parts.py), and rest where it has fewer. What limits a large load is what L2 delivers: a tile of 192 rows reads
+an expert's weights once where tiles of 128 read them twice.
 
 `permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time; the copy moves 4 H
 bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: mixtral 5265 us
@@ -22,25 +23,18 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .hopper_parts import _fetch as _fetch
+from .hopper_parts import _place as _place
+from .hopper_parts import fetch_partition, multiply_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sort import Schedule
 
-# triton 3.9 renamed both
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-ROWS, WARPS, DEPTH = 128, 8, 64  # of a tile; that multiply it; columns of x that a buffer holds
+PART, DEPTH = 64, 64  # rows that four warps multiply; columns of x that a buffer holds
+ROWS = 2 * PART  # of the default tile
 # Where the gate and up rows of a tile are in memory: there is no gate; alternating; in two blocks of a tensor; in two
 # tensors.
 ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
@@ -48,250 +42,137 @@ ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Persistent:
-    """N columns of a tile (for fc1: of gate and of up each), S buffers, GROUP row tiles side by side before the next
-    column tile; GATHER: fc1 reads x's rows by their routes, not sorted ones; H is then a multiple of 64."""
+    """N columns of a tile (for fc1: of gate and of up each), PARTS multiplying partitions of 64 rows each, S buffers,
+    GROUP row tiles side by side before the next column tile; GATHER: fc1 reads x's rows by their routes, not sorted
+    ones; H is then a multiple of 64."""
 
     N: int
-    S: int = 4
+    S: int = 0  # as many as fit
     GROUP: int = 8
     GATHER: int = 0
-
-
-@gluon.jit
-def _place(pid, tiles, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """(row tile, column tile) of a number, row tiles fastest in groups of GROUP."""
-    group = pid // (GROUP * COLUMNS)
-    height = gl.maximum(gl.minimum(tiles - group * GROUP, GROUP), 1)
-    local = pid - group * GROUP * COLUMNS
-    return group * GROUP + local % height, local // height
-
-
-@gluon.jit
-def _fetch_partition(
-    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty,
-    CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, K: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr,
-    K_MAJOR: gl.constexpr, BYTES: gl.constexpr,
-):  # fmt: skip
-    """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes."""
-    S: gl.constexpr = a_bufs.type.shape[0]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    count = 0
-    for pid in range(gl.program_id(0), tiles * COLUMNS, PROGRAMS):
-        m, column = _place(pid, tiles, COLUMNS, GROUP)
-        tile_ptr = plan_ptr + 4 + 4 * m
-        e, first, end = gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2)
-        n0 = column * N
-        if GATHER:
-            p = first + gl.arange(0, M, gl.SliceLayout(1, layout))
-            k = gl.arange(0, BK, gl.SliceLayout(0, layout))
-            route = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
-            rows = x_ptr + (route // CHOICES).to(gl.int64) * stride_xt
-            ptrs = gl.expand_dims(rows, 1) + gl.expand_dims(k, 0)
-            here = gl.expand_dims(p < end, 1)
-        for k0 in range(0, K, BK):
-            s = count % S
-            mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
-            mbarrier.expect(full.index(s), BYTES)
-            if HALVES == 2:
-                _fetch(w, [e, 0, n0, k0], full.index(s), b_bufs.index(s))
-            elif HALVES == 3:
-                _fetch(w, [e, n0, k0], full.index(s), b_bufs.index(s).slice(0, 1))
-                _fetch(v, [e, n0, k0], full.index(s), b_bufs.index(s).slice(1, 1))
-            elif K_MAJOR:
-                _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full.index(s), b_bufs.index(s))
-            else:
-                _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full.index(s), b_bufs.index(s))
-            if GATHER:
-                _gather(a_bufs.index(s), ptrs + k0, mask=here)
-                async_copy.mbarrier_arrive(full.index(s), increment_count=False)
-            else:
-                _fetch(a, [first, k0], full.index(s), a_bufs.index(s))
-            count += 1
-
-
-@gluon.jit
-def _store(value, out_ptr, plan_ptr, bound, first, end, n0, N: gl.constexpr, OUT: gl.constexpr, WHOLE: gl.constexpr,
-           FIRST: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Rows first.. of `value`, columns n0..: at their positions (FIRST), or routes. WHOLE: all are below OUT."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
-    value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), layout)
-    p = first + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
-    n = n0 + gl.arange(0, N, gl.SliceLayout(0, layout))
-    row = p
-    if not FIRST:
-        row = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
-    ptrs = gl.expand_dims(out_ptr + row.to(gl.int64) * OUT, 1) + gl.expand_dims(n, 0)
-    if WHOLE:
-        gl.store(ptrs, value, mask=gl.expand_dims(p < end, 1))
-    else:
-        gl.store(ptrs, value, mask=gl.expand_dims(p < end, 1) & gl.expand_dims(n < OUT, 0))
-
-
-@gluon.jit
-def _multiply_tile(
-    count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, a_bufs, b_bufs, full,
-    empty, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr,
-    GATHER: gl.constexpr, FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
-    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    """One tile; returns the buffers used so far."""
-    S: gl.constexpr = a_bufs.type.shape[0]
-    WIDTH: gl.constexpr = N if HALVES == 0 else 2 * N
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
-    acc = gl.zeros((M, WIDTH), gl.float32, mma)
-    for k0 in range(0, K, BK):
-        s = count % S
-        mbarrier.wait(full.index(s), (count // S) & 1)
-        if GATHER:
-            fence_async_shared()  # gathered rows came by ordinary stores
-        if K_MAJOR:
-            b = b_bufs.index(s).reshape([WIDTH, BK]).permute((1, 0))
-        else:
-            b = b_bufs.index(s).reshape([BK, WIDTH])
-        acc = warpgroup_mma(a_bufs.index(s), b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=k0 > 0)  # the product before is done
-        count += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((count + S - 1) % S), count=1)
-
-    if HALVES == 1:
-        one, two = gl.split(gl.reshape(acc, (M, N, 2)))
-    elif HALVES > 1:
-        one, two = gl.split(gl.permute(gl.reshape(acc, (M, 2, N)), (0, 2, 1)))
-    else:
-        one = acc
-    layout: gl.constexpr = one.type.layout
-    if SCALE:
-        p = first + gl.arange(0, M, gl.SliceLayout(1, layout))
-        route = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
-        scale = gl.expand_dims(gl.load(route_weight_ptr + route).to(gl.float32), 1)
-        one = one * scale
-        if HALVES > 0:
-            two = two * scale
-    if BIAS:
-        n = n0 + gl.arange(0, N, gl.SliceLayout(0, layout))
-        at = e.to(gl.int64) * stride_be + (2 * n if HALVES == 1 else n)
-        one += gl.expand_dims(gl.load(bias_ptr + at, mask=n < OUT, other=0.0).to(gl.float32), 0)
-        if HALVES > 0:
-            at2 = bias2_ptr + at + (1 if HALVES == 1 else V_ROW)
-            two += gl.expand_dims(gl.load(at2, mask=n < OUT, other=0.0).to(gl.float32), 0)
-    if not FIRST:
-        value = one
-    elif HALVES == 0:
-        value = ACT(one, one)
-    elif GATE_FIRST:
-        value = ACT(one, two)
-    else:
-        value = ACT(two, one)
-    WHOLE: gl.constexpr = OUT % N == 0
-    if N == 256:  # in two parts: less shared memory to pass them through
-        left, right = gl.split(gl.permute(gl.reshape(value, (M, 2, N // 2)), (0, 2, 1)))
-        _store(left, out_ptr, plan_ptr, bound, first, end, n0, N // 2, OUT, WHOLE, FIRST, WARPS)
-        _store(right, out_ptr, plan_ptr, bound, first, end, n0 + N // 2, N // 2, OUT, WHOLE, FIRST, WARPS)
-    else:
-        _store(value, out_ptr, plan_ptr, bound, first, end, n0, N, OUT, WHOLE, FIRST, WARPS)
-    return count
-
-
-@gluon.jit
-def _multiply_partition(
-    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-    COLUMNS: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr,
-    N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, GATHER: gl.constexpr,
-    FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
-    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
-    WARPS: gl.constexpr,
-):  # fmt: skip
-    count = 0
-    for pid in range(gl.program_id(0), tiles * COLUMNS, PROGRAMS):
-        m, column = _place(pid, tiles, COLUMNS, GROUP)
-        tile_ptr = plan_ptr + 4 + 4 * m
-        e, first, end = gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2)
-        count = _multiply_tile(
-            count, e, first, end, column * N, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, a_bufs,
-            b_bufs, full, empty, M, N, BK, K, OUT, GATHER, FIRST, HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS,
-            SCALE, ACT, WARPS,
-        )  # fmt: skip
+    PARTS: int = 2
 
 
 @gluon.jit(do_not_specialize=["bound"])
 def _kernel(
     x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, stride_xt, bound,
     CHOICES: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
-    S: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, GATHER: gl.constexpr,
+    PARTS: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
-    A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr, WARPS: gl.constexpr,
-    FETCHERS: gl.constexpr, PDL: gl.constexpr,
+    A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's M x BK."""
+    """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     kind: gl.constexpr = out_ptr.dtype.element_ty
     WIDTH: gl.constexpr = N if HALVES == 0 else 2 * N
-    BYTES: gl.constexpr = (WIDTH * BK + (0 if GATHER else M * BK)) * kind.primitive_bitwidth // 8
+    A_BYTES: gl.constexpr = M * BK * kind.primitive_bitwidth // 8
+    B_BYTES: gl.constexpr = WIDTH * BK * kind.primitive_bitwidth // 8
     COLUMNS: gl.constexpr = (OUT + N - 1) // N
-    a_bufs = gl.allocate_shared_memory(kind, [S, M, BK], A_LAYOUT)
+    FETCHERS: gl.constexpr = 4 if GATHER else 1
+    a_bufs = gl.allocate_shared_memory(kind, [S * PARTS, M, BK], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, B_SHAPE, B_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
         mbarrier.init(full.index(i), count=1 + (32 * FETCHERS if GATHER else 0))  # every copying thread arrives too
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTS)
+    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(told_full.index(i), count=1)
+        mbarrier.init(told_empty.index(i), count=PARTS)
     tiles = gl.load(plan_ptr)
-    gl.warp_specialize(
-        [
-            (_multiply_partition, (
-                bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                COLUMNS, GROUP, PROGRAMS, M, N, BK, K, OUT, GATHER, FIRST, HALVES, GATE_FIRST, K_MAJOR,
-                stride_be, V_ROW, BIAS, SCALE, ACT, WARPS,
-            )),
-            (_fetch_partition, (
-                x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, CHOICES, COLUMNS,
-                GROUP, PROGRAMS, K, M, N, BK, GATHER, HALVES, K_MAJOR, BYTES,
-            )),
-        ],
-        [FETCHERS],
-        [56 if GATHER else 24],
-    )  # fmt: skip
+    FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 56 if PARTS == 2 else 32
+    if PARTS == 2:
+        gl.warp_specialize(
+            [
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
+                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
+                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (fetch_partition, (
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
+                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                )),
+            ],
+            [4, FETCHERS],
+            [REGISTERS, FETCH_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
+                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
+                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, 2, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
+                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (fetch_partition, (
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
+                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                )),
+            ],
+            [4, 4, FETCHERS],
+            [REGISTERS, REGISTERS, FETCH_REGISTERS],
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["bound"])
 def _permute_kernel(
-    x_ptr, out_ptr, plan_ptr, stride_xt, bound, CHOICES: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr, out_ptr, plan_ptr, stride_xt, bound, CHOICES: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[p] = x[routes[p] // CHOICES]; rows past the last tile's end are not written."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    p, h = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     tiles = tl.load(plan_ptr)
     if tiles == 0:
         return
-    if p >= tl.load(plan_ptr + 4 * tiles + 2):  # the last tile's end
-        return
-    t = (tl.load(plan_ptr + 4 + 4 * bound + p) // CHOICES).to(tl.int64)
-    tl.store(out_ptr + p.to(tl.int64) * H + h, tl.load(x_ptr + t * stride_xt + h, mask=h < H), mask=h < H)
+    here = p < tl.load(plan_ptr + 4 * tiles + 2)  # the last tile's end
+    t = (tl.load(plan_ptr + 4 + 4 * bound + p, mask=here, other=0) // CHOICES).to(tl.int64)
+    mask = here[:, None] & (h < H)
+    rows = tl.load(x_ptr + t[:, None] * stride_xt + h, mask=mask)
+    tl.store(out_ptr + p.to(tl.int64)[:, None] * H + h, rows, mask=mask)
 
 
 def permute(x_TH: torch.Tensor, schedule: Schedule, choices: int) -> torch.Tensor:
     """x_RH [R, H]: the rows of x in sorted order. x's rows are contiguous."""
     H = x_TH.shape[1]
     out = torch.empty((schedule.R, H), dtype=x_TH.dtype, device=x_TH.device)
-    bound, blocks = _permute_bound(choices, H, x_TH.dtype, x_TH.device)
-    bound((schedule.R, blocks), (x_TH, out, schedule.plan, x_TH.stride(0)), (schedule.bound,))
+    bound, rows, block = _permute_bound(choices, H, x_TH.dtype, x_TH.device)
+    grid = (ceil_div(schedule.R, rows), ceil_div(H, block))
+    bound(grid, (x_TH, out, schedule.plan, x_TH.stride(0)), (schedule.bound,))
     return out
 
 
 @lru_cache(1024)
-def _permute_bound(choices: int, H: int, dtype: Any, device: torch.device) -> tuple[Bound, int]:
-    block = min(2048, power_of_2(H))
-    return Bound(_permute_kernel, (choices, H, block), device, overlap=True), ceil_div(H, block)
+def _permute_bound(choices: int, H: int, dtype: Any, device: torch.device) -> tuple[Bound, int, int]:
+    """The kernel, and a program's rows and columns: 64 bytes in flight for each of its threads."""
+    block = min(1024, power_of_2(H))
+    rows = 4096 // block
+    return Bound(_permute_kernel, (choices, H, rows, block), device, overlap=True), rows, block
 
 
 def _swizzled(shape: list[int], dtype: torch.dtype) -> Any:
@@ -318,16 +199,18 @@ def _bound(
     if not k_major:
         assert kind in (ALONE, ALTERNATING), halves
         box = shape = [1, DEPTH, box[1]]
-    rows = [ROWS, DEPTH]
+    rows = [PART, DEPTH]
     w_layout, a_layout = _swizzled(box, dtype), _swizzled(rows, dtype)
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    three = tile.PARTS == 3
+    buffers = tile.S or (3 if three else 4)
     constants = (
-        choices, depth, columns, ROWS, tile.N, DEPTH, tile.S, tile.GROUP, programs, gather, first, kind,
-        not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
-        bias_stride is not None, weights is not None, act, a_layout, (tile.S, *shape), w_layout, WARPS,
-        4 if gather else 1,
+        choices, depth, columns, PART, tile.N, DEPTH, tile.PARTS, buffers, tile.GROUP, gather, first,
+        kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
+        bias_stride is not None, weights is not None, act, a_layout, (buffers, *shape), w_layout,
+        160 if three else 216 if gather else 232,
     )  # fmt: skip
-    bound = Bound(_kernel, constants, device, warps=WARPS, overlap=first, registers=168)
+    bound = Bound(_kernel, constants, device, warps=4, overlap=first, registers=128 if three else 168)
     return bound, tuple(box), tuple(rows), w_layout, a_layout, programs
 
 

@@ -27,10 +27,11 @@ _WIDTH = 16  # experts that a program of the scan takes
 
 @dataclass(frozen=True)
 class Schedule:
-    """`plan`: int32 [4 + 4 * bound + R]: (tiles, -, -, -), then (expert, first, end, -) for each tile, then routes.
+    """`plan`: int32 [4 + 4 * bound + R]: (tiles, claimed, -, -), (expert, first, end, -) of each tile, then routes.
 
     Tile m serves positions [first, min(first + BLOCK_M, end)) of the sorted routes, for its expert, whose last position
-    is end - 1. Only rows m < tiles are written; `bound` >= tiles is known to the host: R // BLOCK_M + min(E, R).
+    (with sort_routes' `part`: the tile's) is end - 1. `claimed` is 0 between kernels: hopper.py counts in it, and sets
+    it back. Only rows m < tiles are written; `bound` >= tiles is known to the host: R // BLOCK_M + min(E, R).
     """
 
     plan: torch.Tensor
@@ -58,7 +59,7 @@ def sort_launches(R: int, E: int) -> int:
 
 
 def _bins_of(E: int) -> int:
-    return max(32, power_of_2(E + 1))
+    return max(32, power_of_2(E))
 
 
 @triton.jit
@@ -66,6 +67,12 @@ def _bins(ids_ptr, r, end, E: tl.constexpr):
     """The experts of routes r (int32 of r's shape); E for routes >= end and for ids outside [0, E)."""
     ids = tl.load(ids_ptr + r, mask=r < end, other=E)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
+
+
+@triton.jit
+def _counts(experts, E: tl.constexpr, BINS: tl.constexpr):
+    """How many of `experts` are each of BINS >= E; those that are E are not counted."""
+    return tl.histogram(experts, BINS, mask=experts < E)
 
 
 @triton.jit(do_not_specialize=["R", "length"])
@@ -80,7 +87,7 @@ def _count_kernel(
     count = tl.zeros((BINS,), tl.int32)
     end = tl.minimum((chunk + 1) * length, R)
     for start in range(chunk * length, end, SCAN):
-        count += tl.histogram(_bins(ids_ptr, start + tl.arange(0, SCAN), end, E), BINS)
+        count += _counts(_bins(ids_ptr, start + tl.arange(0, SCAN), end, E), E, BINS)
     tl.store(counters_ptr + chunk * BINS + tl.arange(0, BINS), count)
 
 
@@ -103,8 +110,8 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["R", "length", "bound"])
 def _place_kernel(
     ids_ptr, counters_ptr, plan_ptr, R, length, bound,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, FUSED: tl.constexpr, SCAN: tl.constexpr,
-    SUB: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
+    SCAN: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` has the scan."""
     if PDL:
@@ -117,25 +124,31 @@ def _place_kernel(
         total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
         for start in range(0, R, SCAN):
             r = start + tl.arange(0, SCAN)
-            count = tl.histogram(_bins(ids_ptr, r, R, E), BINS)
+            count = _counts(_bins(ids_ptr, r, R, E), E, BINS)
             total += count
             if start + SCAN <= origin:
                 before += count
             elif start < origin:
-                before += tl.histogram(_bins(ids_ptr, r, origin, E), BINS)
+                before += _counts(_bins(ids_ptr, r, origin, E), E, BINS)
     else:
         total, before = tl.load(counters_ptr + chunks * BINS + e), tl.load(counters_ptr + chunk * BINS + e)
-    total = tl.where(e < E, total, 0)
     first = tl.cumsum(total, axis=0) - total
     tiles = (total + BLOCK_M - 1) // BLOCK_M
     at = tl.cumsum(tiles, axis=0) - tiles
     if chunk == 0:
         tl.store(plan_ptr, tl.sum(tiles, axis=0))
+        tl.store(plan_ptr + 1, 0)
+    parts, among = (total + PART - 1) // PART, tl.maximum(tiles, 1)
     for j in range(chunk, tl.max(tiles, axis=0), chunks):
         tile_ptr = plan_ptr + 4 + 4 * (at + j)
         tl.store(tile_ptr, e, mask=j < tiles)
-        tl.store(tile_ptr + 1, first + j * BLOCK_M, mask=j < tiles)
-        tl.store(tile_ptr + 2, first + total, mask=j < tiles)
+        if PART == BLOCK_M:
+            tl.store(tile_ptr + 1, first + j * BLOCK_M, mask=j < tiles)
+            tl.store(tile_ptr + 2, first + total, mask=j < tiles)
+        else:
+            below = tl.minimum((j + 1) * parts // among * PART, total)
+            tl.store(tile_ptr + 1, first + j * parts // among * PART, mask=j < tiles)
+            tl.store(tile_ptr + 2, first + below, mask=j < tiles)
 
     routes_ptr = plan_ptr + 4 + 4 * bound
     free = first + before  # each expert's next position
@@ -144,41 +157,44 @@ def _place_kernel(
     for start in range(origin, end, SUB):
         mine = _bins(ids_ptr, start + i, end, E)
         earlier = (mine[:, None] == mine[None, :]) & (i[None, :] < i[:, None])
-        position = tl.gather(free, mine, axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
+        position = tl.gather(free, tl.minimum(mine, BINS - 1), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
         tl.store(routes_ptr + position, start + i, mask=mine < E)
-        if not FUSED:  # a fused chunk is one block
-            free += tl.histogram(mine, BINS)
+        if start + SUB < end:
+            free += _counts(mine, E, BINS)
 
 
 @lru_cache(1024)
-def _bound(step: str, E: int, BLOCK_M: int, size: int, ids: torch.dtype, device: torch.device) -> Bound:
-    """A step's kernel for all calls that differ in addresses and in R only (launch.Bound). size: chunks of the scan, or
-    the ids that the fused place counts at once, 0 where it is not fused."""
+def _bound(step: str, E: int, rows: tuple[int, int], size: int, ids: torch.dtype, device: torch.device) -> Bound:
+    """A step's kernel for all calls that differ in addresses and in R only (launch.Bound). rows: of a tile and of its
+    parts. size: chunks of the scan, or the ids that the fused place counts at once, 0 where it is not fused."""
     bins = _bins_of(E)
     if step == "count":
         return Bound(_count_kernel, (E, bins, _SUB), device, overlap=True)
     if step == "scan":
         return Bound(_scan_kernel, (bins, size, _WIDTH), device, overlap=True)
-    constants = (E, bins, BLOCK_M, bool(size), size or _SCAN, _SUB)
+    constants = (E, bins, *rows, bool(size), size or _SCAN, _SUB)
     return Bound(_place_kernel, constants, device, warps=8 if bins > 512 else 4, overlap=True)
 
 
-def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
-    """The schedule of ids_TK for tiles of BLOCK_M rows. R = T * K must be in [1, 2^31)."""
+def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0) -> Schedule:
+    """The schedule of ids_TK for tiles of BLOCK_M rows. R = T * K must be in [1, 2^31).
+
+    part: as many tiles, of about as many parts of so many rows each, and a tile's end is its own, not its expert's.
+    """
     R = ids_TK.numel()
     assert 1 <= R < 2**31, R
     ids = ids_TK.contiguous()
-    bound = tile_bound(R, E, BLOCK_M)
+    bound, rows = tile_bound(R, E, BLOCK_M), (BLOCK_M, part or BLOCK_M)
     plan = torch.empty(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
     if sort_launches(R, E) == 1:
-        fused = _bound("place", E, BLOCK_M, min(_SCAN, max(_SUB, power_of_2(R))), ids.dtype, ids.device)
+        fused = _bound("place", E, rows, min(_SCAN, max(_SUB, power_of_2(R))), ids.dtype, ids.device)
         fused((ceil_div(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound))
         return Schedule(plan, bound, R)
     length = _SUB * ceil_div(R, _SUB * _MAX_CHUNKS)
     chunks, bins = ceil_div(R, length), _bins_of(E)
     counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
     count, scan, place = (
-        _bound(step, E, BLOCK_M, power_of_2(chunks) if step == "scan" else 0, ids.dtype, ids.device)
+        _bound(step, E, rows, power_of_2(chunks) if step == "scan" else 0, ids.dtype, ids.device)
         for step in ("count", "scan", "place")
     )
     count((chunks, 1), (ids, counters), (R, length))
@@ -187,7 +203,7 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
     return Schedule(plan, bound, R)
 
 
-def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedule:
+def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0) -> Schedule:
     """The torch twin: the same Schedule, by a stable argsort (synchronizes)."""
     ids = ids_TK.reshape(-1).long()
     R = ids.numel()
@@ -195,7 +211,12 @@ def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int) -> Schedul
     bins = torch.where((ids >= 0) & (ids < E), ids, E)
     rows, first = [], 0
     for e, n in enumerate(torch.bincount(bins, minlength=E + 1)[:E].tolist()):
-        rows += [(e, first + j, first + n, 0) for j in range(0, n, BLOCK_M)]
+        tiles = ceil_div(n, BLOCK_M)
+        if part:
+            starts = [j * ceil_div(n, part) // tiles * part for j in range(tiles)]
+            rows += [(e, first + a, first + b, 0) for a, b in zip(starts, [*starts[1:], n])]
+        else:
+            rows += [(e, first + j * BLOCK_M, first + n, 0) for j in range(tiles)]
         first += n
     plan = torch.zeros(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
     plan[0] = len(rows)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from moe_compile.activation import Activation, Expr, evaluate, parse_expr, pointwise_table
 from moe_compile.kernels.epilogue import epilogue
+from moe_compile.kernels.hopper import permute
 from moe_compile.kernels.sort import sort_routes, sort_routes_reference
 
 
@@ -96,9 +97,19 @@ def test_sort(T, K, E, kind, fused, monkeypatch):
         ids[:] = E - 2
     if kind == "none":
         ids[:] = E
-    for block in (16, 64):
-        got, want = sort_routes(ids, E, block), sort_routes_reference(ids, E, block)
+    for block, part in ((16, 0), (64, 0), (48, 16)):
+        got, want = sort_routes(ids, E, block, part), sort_routes_reference(ids, E, block, part)
         assert got.bound == want.bound >= len(want.tiles())
         assert got.tiles().tolist() == want.tiles().tolist()
         placed = int(((ids >= 0) & (ids < E)).sum())
         assert got.routes()[:placed].tolist() == want.routes()[:placed].tolist()
+
+
+@pytest.mark.parametrize("H", [72, 256, 1152])
+def test_rows_are_copied_into_sorted_order(H):
+    torch.manual_seed(H)
+    ids, x = torch.randint(-1, 6, (19, 3)), torch.randn(19, H)
+    schedule = sort_routes(ids, 5, 16)
+    placed = int(((ids >= 0) & (ids < 5)).sum())
+    routes = schedule.routes()[:placed].long()
+    assert torch.equal(permute(x, schedule, 3)[:placed], x[routes // 3])

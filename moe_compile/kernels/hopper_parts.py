@@ -1,0 +1,286 @@
+"""What the warps of hopper.py's kernels do: fetch operands, or multiply 64 rows of a tile and finish them.
+
+In: a schedule, tensor descriptors, shared buffers and their barriers. Out: rows of the first or second linear.
+Fetching warps claim this program's next tile, in the schedule's order, tell the others, and fill buffers as they come
+free, as far ahead as there are any. Every multiplying partition has 64 rows of the tile and accumulates its products
+from the same buffers; where its rows are past the tile's end it only hands the buffers back. Then it finishes its rows,
+while others may still multiply.
+Invariants: buffers and tile numbers change hands through two barriers each, full and empty; what is computed does not
+depend on who claims a tile; plan[1], in which tiles are counted, is zero again when the last one is claimed.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# triton 3.9 renamed both
+_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _place(pid, tiles, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+    """(row tile, column tile) of a number, row tiles fastest in groups of GROUP."""
+    group = pid // (GROUP * COLUMNS)
+    height = gl.maximum(gl.minimum(tiles - group * GROUP, GROUP), 1)
+    local = pid - group * GROUP * COLUMNS
+    return group * GROUP + local % height, local // height
+
+
+@gluon.jit
+def _tile(pid, tiles, plan_ptr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr):
+    """(expert, its first row, the expert's end, first column) of a tile's number."""
+    m, column = _place(pid, tiles, COLUMNS, GROUP)
+    tile_ptr = plan_ptr + 4 + 4 * m
+    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), column * N
+
+
+@gluon.jit
+def _tell(number, pid, told, told_full, told_empty):
+    """Fetching warps: the `number`th tile of this program is pid."""
+    slot = number % 2
+    mbarrier.wait(told_empty.index(slot), ((number // 2) & 1) ^ 1)
+    told.index(slot).store(gl.full((1,), pid, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    mbarrier.arrive(told_full.index(slot), count=1)
+
+
+@gluon.jit
+def _told(number, told, told_full, told_empty):
+    """Multiplying warps: the `number`th tile of this program."""
+    slot = number % 2
+    mbarrier.wait(told_full.index(slot), (number // 2) & 1)
+    pid = gl.max(told.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    mbarrier.arrive(told_empty.index(slot), count=1)
+    return pid
+
+
+@gluon.jit
+def _tokens(plan_ptr, bound, first, end, M: gl.constexpr, CHOICES: gl.constexpr, LAYOUT: gl.constexpr):
+    """The tokens of M sorted rows from `first` on; -1 from `end` on."""
+    p = first + gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
+    route = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    return gl.where(p < end, route // CHOICES, -1)
+
+
+@gluon.jit
+def _copy_rows(buffer, x_ptr, tokens, k0, stride_xt, BK: gl.constexpr, LAYOUT: gl.constexpr):
+    k = k0 + gl.arange(0, BK, gl.SliceLayout(0, LAYOUT))
+    ptrs = gl.expand_dims(x_ptr + tokens.to(gl.int64) * stride_xt, 1) + gl.expand_dims(k, 0)
+    _gather(buffer, ptrs, mask=gl.expand_dims(tokens >= 0, 1))
+
+
+@gluon.jit
+def fetch_partition(
+    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
+    CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
+    PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr,
+    K_MAJOR: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl.constexpr,
+):  # fmt: skip
+    """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes."""
+    S: gl.constexpr = full.type.shape[0]
+    M: gl.constexpr = a_bufs.type.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    count, number, pid, total = 0, 0, gl.program_id(0), tiles * COLUMNS
+    _tell(number, pid, told, told_full, told_empty)
+    while pid < total:
+        claim = gl.atomic_add(plan_ptr + 1, 1)
+        if claim == total - 1:  # nobody claims after this
+            gl.store(plan_ptr + 1, 0)
+        number += 1
+        following = claim + gl.num_programs(0)
+        _tell(number, following, told, told_full, told_empty)
+        e, first, end, n0 = _tile(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+        parts = gl.minimum((end - first + M - 1) // M, PARTS)  # that have rows
+        if GATHER:
+            tokens = _tokens(plan_ptr, bound, first, end, M, CHOICES, layout)
+            tokens1 = _tokens(plan_ptr, bound, first + M, end, M, CHOICES, layout)
+            if PARTS == 3:
+                tokens2 = _tokens(plan_ptr, bound, first + 2 * M, end, M, CHOICES, layout)
+        for k0 in range(0, K, BK):
+            s = count % S
+            mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
+            if GATHER:
+                mbarrier.expect(full.index(s), B_BYTES)
+            else:
+                for i in gl.static_range(PARTS):
+                    mbarrier.expect(full.index(s), B_BYTES + (i + 1) * A_BYTES, pred=parts == i + 1)
+            if HALVES == 2:
+                _fetch(w, [e, 0, n0, k0], full.index(s), b_bufs.index(s))
+            elif HALVES == 3:
+                _fetch(w, [e, n0, k0], full.index(s), b_bufs.index(s).slice(0, 1))
+                _fetch(v, [e, n0, k0], full.index(s), b_bufs.index(s).slice(1, 1))
+            elif K_MAJOR:
+                _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full.index(s), b_bufs.index(s))
+            else:
+                _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full.index(s), b_bufs.index(s))
+            if GATHER:
+                _copy_rows(a_bufs.index(s * PARTS), x_ptr, tokens, k0, stride_xt, BK, layout)
+                if parts > 1:
+                    _copy_rows(a_bufs.index(s * PARTS + 1), x_ptr, tokens1, k0, stride_xt, BK, layout)
+                if PARTS == 3:  # noqa: SIM102  (decided when it is compiled: else there is no tokens2)
+                    if parts > 2:
+                        _copy_rows(a_bufs.index(s * PARTS + 2), x_ptr, tokens2, k0, stride_xt, BK, layout)
+                async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+            else:
+                for i in gl.static_range(PARTS):
+                    _fetch(a, [first + i * M, k0], full.index(s), a_bufs.index(s * PARTS + i), pred=i < parts)
+            count += 1
+        pid = following
+
+
+@gluon.constexpr_function
+def _stored(N):
+    """How N columns lie in the registers of four warps that store 16 bytes a thread: in the warps and quads of threads
+    that have them as accumulators, so that they change hands by shuffles."""
+    columns = [[0, 2**i] for i in range(3)] + [[8, 0]] + [[0, 2**i] for i in range(5, N.bit_length() - 1)]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(columns, lanes, [[16, 0], [32, 0]], [], [64, N])
+
+
+@gluon.jit
+def _columns(x, N: gl.constexpr):
+    """The left and the right half of x's N columns."""
+    return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, N // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def _finish(
+    one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, N: gl.constexpr, OUT: gl.constexpr,
+    FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, stride_be: gl.constexpr, V_ROW: gl.constexpr,
+    BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """Scale, bias and activation of N columns of accumulators, from n0 on, and their way to out's `rows`. HALVES == 1:
+    `one` has their gate and up columns in turn."""
+    layout: gl.constexpr = one.type.layout
+    if SCALE:
+        by = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, layout)), 1)
+        one = one * by
+        two = two * by
+    if BIAS:
+        EACH: gl.constexpr = 2 if HALVES == 1 else 1
+        n = EACH * n0 + gl.arange(0, EACH * N, gl.SliceLayout(0, layout))
+        at = e.to(gl.int64) * stride_be + n
+        one += gl.expand_dims(gl.load(bias_ptr + at, mask=n < EACH * OUT, other=0.0).to(gl.float32), 0)
+        if HALVES > 1:
+            two += gl.expand_dims(gl.load(bias2_ptr + V_ROW + at, mask=n < OUT, other=0.0).to(gl.float32), 0)
+    if HALVES == 1:
+        one, two = gl.split(gl.reshape(one, (one.shape[0], N, 2)))
+    if not FIRST:
+        value = one
+    elif HALVES == 0:
+        value = ACT(one, one)
+    elif GATE_FIRST:
+        value = ACT(one, two)
+    else:
+        value = ACT(two, one)
+    stored: gl.constexpr = _stored(N)
+    value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), stored)
+    n = n0 + gl.arange(0, N, gl.SliceLayout(0, stored))
+    ptrs = gl.expand_dims(out_ptr + rows.to(gl.int64) * OUT, 1) + gl.expand_dims(n, 0)
+    if WHOLE:
+        gl.store(ptrs, value, mask=gl.expand_dims(here, 1))
+    else:
+        gl.store(ptrs, value, mask=gl.expand_dims(here, 1) & gl.expand_dims(n < OUT, 0))
+
+
+@gluon.jit
+def _multiply_tile(
+    count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, a_bufs, b_bufs, full,
+    empty, PART: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr,
+    OUT: gl.constexpr, GATHER: gl.constexpr, FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr,
+    K_MAJOR: gl.constexpr, stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
+    ACT: gl.constexpr,
+):  # fmt: skip
+    """A partition's rows of a tile, `first` and on. `count`: buffers used before."""
+    S: gl.constexpr = full.type.shape[0]
+    M: gl.constexpr = a_bufs.type.shape[1]
+    WIDTH: gl.constexpr = N if HALVES == 0 else 2 * N
+    # where threads start with 128 registers, ptxas takes no product 256 wide
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH if PARTS == 2 else min(WIDTH, 128), 16])
+    # columns that are finished at once: fewer registers, and less shared memory to turn them in
+    PIECE: gl.constexpr = N // 2 if BIAS or N == 256 else N
+    rows = first + gl.arange(0, M, gl.SliceLayout(1, _stored(PIECE)))
+    here = rows < end
+    scale = 1.0
+    if SCALE or not FIRST:  # read before the products, which hide it
+        route = gl.load(plan_ptr + 4 + 4 * bound + rows, mask=here, other=0)
+        if SCALE:
+            scale = gl.load(route_weight_ptr + route).to(gl.float32)
+        if not FIRST:
+            rows = route
+    acc = gl.zeros((M, WIDTH), gl.float32, mma)
+    for k0 in range(0, K, BK):
+        s = count % S
+        mbarrier.wait(full.index(s), (count // S) & 1)
+        if GATHER:
+            fence_async_shared()  # gathered rows came by ordinary stores
+        if K_MAJOR:
+            b = b_bufs.index(s).reshape([WIDTH, BK]).permute((1, 0))
+        else:
+            b = b_bufs.index(s).reshape([BK, WIDTH])
+        acc = warpgroup_mma(a_bufs.index(s * PARTS + PART), b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=k0 > 0)  # the product before is done
+        count += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((count + S - 1) % S), count=1)
+
+    if HALVES > 1:
+        one, two = _columns(acc, 2 * N)
+    else:
+        one, two = acc, acc
+    WHOLE: gl.constexpr = OUT % N == 0
+    if PIECE == N:
+        _finish(one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, N, OUT, FIRST, HALVES, GATE_FIRST,
+                stride_be, V_ROW, BIAS, SCALE, ACT, WHOLE)  # fmt: skip
+    else:
+        left, right = _columns(one, 2 * N if HALVES == 1 else N)
+        left2, right2 = _columns(two, 2 * N if HALVES == 1 else N)
+        _finish(left, left2, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, PIECE, OUT, FIRST, HALVES,
+                GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, ACT, WHOLE)  # fmt: skip
+        _finish(right, right2, e, n0 + PIECE, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, PIECE, OUT, FIRST,
+                HALVES, GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, ACT, WHOLE)  # fmt: skip
+
+
+@gluon.jit
+def multiply_partition(
+    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty, told,
+    told_full, told_empty, PART: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, GATHER: gl.constexpr,
+    FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
+    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
+):  # fmt: skip
+    """Rows 64 * PART and on of each tile. Of a tile without such rows it hands the buffers back as they come."""
+    S: gl.constexpr = full.type.shape[0]
+    M: gl.constexpr = a_bufs.type.shape[1]
+    STEPS: gl.constexpr = (K + BK - 1) // BK
+    count, number, total = 0, 0, tiles * COLUMNS
+    pid = _told(number, told, told_full, told_empty)
+    e, first, end, n0 = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    while pid < total:
+        # the next tile's place is on its way while this tile's products are made
+        number += 1
+        pid = _told(number, told, told_full, told_empty)
+        following = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        first += PART * M
+        if first < end:
+            _multiply_tile(
+                count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, a_bufs,
+                b_bufs, full, empty, PART, PARTS, N, BK, K, OUT, GATHER, FIRST, HALVES, GATE_FIRST, K_MAJOR,
+                stride_be, V_ROW, BIAS, SCALE, ACT,
+            )  # fmt: skip
+        else:
+            for used in range(count, count + STEPS):
+                mbarrier.wait(full.index(used % S), (used // S) & 1)
+                mbarrier.arrive(empty.index(used % S), count=1)
+        count += STEPS
+        e, first, end, n0 = following

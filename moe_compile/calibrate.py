@@ -221,6 +221,7 @@ launches it is at least the host's time for them. Rows use rows above them. Time
 
 * p_e: the probability that a token chooses expert e; K/E each unless the routing is known.
 * `active` = sum over e of 1 - (1 - p_e)^T; `tiles` = sum over e of E[ceil(n_e / M)], n_e binomial in T and p_e.
+  `multiplied`: the share of the tiles' M rows that is, where a tile rests in parts of `part` rows (work.py).
 * Soft maxima, (a^n + b^n)^(1/n), join what overlaps: memory with the processors; within a pass over K columns the
   tensor units, the intake from L2, the latency that stages hide, and a program's own sequence.
 * Crossovers are solved on these formulas: `moe-compile explain --thiek 1,2048,768,128,8 --arch H200 --crossovers`;

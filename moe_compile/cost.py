@@ -48,7 +48,7 @@ SHEETS: dict[type[Any], dict[str, str]] = {
         "tall": "swap * width + (1 - swap) * M",
         "narrow": "swap * M + (1 - swap) * width",
         "units": "Piecewise(((1 + narrow_cost / narrow) / tensor_share, tall >= 64), (1 / small_share, True))",
-        "multiply": "2 * M * N * matrices * K * processors / flop_rate * units",
+        "multiply": "multiplied * 2 * M * N * matrices * K * processors / flop_rate * units",
         "intake": "tile_bytes * processors / (l2_share * l2_bandwidth)",
         "latency": "load_latency / Max(stages - held_stages, 0.3)",
         "address": "(1 - tma) * address_cost * K * (M + N * matrices) / (256 * warps)",
@@ -278,6 +278,9 @@ def _rows(step: Step, numbers: Mapping[str, Any], device: Device, load: Load, T:
     if isinstance(step, Tiled | Library):
         M = step.M if isinstance(step, Tiled) else LIBRARY_M
         own |= {"tiles": load.tiles(T, M), "flop_rate": device.flop_rate(step.dtype)}
+        if isinstance(step, Tiled):
+            part = step.part or M  # `multiplied`: the share of the tiles' rows that are
+            own["multiplied"] = load.tiles(T, part) * part / (own["tiles"] * M)
     if isinstance(step, Tiled | Streamed):
         against = f"{kind.__name__.lower()}_grain"
         own["deep"] = int(step.along == "depth")

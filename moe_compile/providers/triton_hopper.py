@@ -29,17 +29,17 @@ from .triton_work import hopper_work
 if TYPE_CHECKING:
     import torch
 
-KNOBS = ("N1", "G1", "N2", "G2", "GATHER")
-VALID = {"N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256), "G2": (1, 2, 4, 8, 16, 32, 64),
-         "GATHER": (0, 1)}  # fmt: skip
+KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
+VALID = {"M": (128, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
+         "G2": (1, 2, 4, 8, 16, 32, 64), "GATHER": (0, 1)}  # fmt: skip
 # Rows an expert. Below, tiles of 128 are mostly empty (H200, 2026-11-30: with 32 rows 3 to 4 % slower than
 # triton_grouped on qwen3_30b and dsv3, with 64 from 4 % faster on qwen3_30b to 5 % slower on dsv3, with 128 faster).
 FEWEST_ROWS = 48
 
 
 class TritonHopper(Provider):
-    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: N columns of a tile of the first and of
-    the second linear, G row tiles side by side, GATHER whether fc1 reads x's rows by their routes."""
+    """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile, N columns of one of the
+    first and of the second linear, G row tiles side by side, GATHER whether fc1 reads x's rows by their routes."""
 
     name = "triton_hopper"
     dispatches = False
@@ -99,12 +99,13 @@ class TritonHopper(Provider):
 
         from ..kernels.epilogue import epilogue
         from ..kernels.finalize import finalize
-        from ..kernels.hopper import ROWS, Persistent, fc1, fc2, permute
+        from ..kernels.hopper import PART, Persistent, fc1, fc2, permute
         from ..kernels.sort import sort_routes
 
         gather = bool(k["GATHER"])
-        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather)
-        second = Persistent(N=k["N2"], GROUP=k["G2"])
+        rows, parts = k["M"], k["M"] // PART
+        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, PARTS=parts)
+        second = Persistent(N=k["N2"], GROUP=k["G2"], PARTS=parts)
         act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
         E, K, sizes = spec.E, spec.K, (spec.H, spec.I)
         halves, k_major, down_k_major = spec.gate_up.halves, spec.gate_up.storage == "EGH", spec.down == "EHI"
@@ -118,7 +119,7 @@ class TritonHopper(Provider):
             x = hidden_TH
             if x.stride(1) != 1 or (gather and (x.stride(0) % 16 or x.data_ptr() % 16)):
                 x = x.clone(memory_format=torch.contiguous_format)
-            schedule = sort_routes(ids_TK, E, ROWS)
+            schedule = sort_routes(ids_TK, E, rows, PART)
             act_RI = fc1(
                 x if gather else permute(x, schedule, K), packed.gate_up, packed.gate_up_bias,
                 weights_TK if before else None, schedule, act, choices=K, sizes=sizes, gated=gated, halves=halves,
@@ -154,4 +155,4 @@ def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
     matter by 1 to 3 %: 32 of them where an expert has so many columns that 8 span several experts.
     """
     n1, gather = 128 if spec.gated else 256, int(spec.I < 1400 and spec.H % 64 == 0)
-    return [dict(zip(KNOBS, (n1, group, 256, 8, gather))) for group in (8, 32)]
+    return [dict(zip(KNOBS, (m, n1, group, 256, 8, gather))) for m in (192, 128) for group in (8, 32)]

@@ -32,7 +32,7 @@ def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
             (2, spec.H, spec.I, 1, spec.down == "EHI"),
         )
     )  # fmt: skip
-    bins = max(32, 1 << spec.E.bit_length())
+    bins = max(32, 1 << (spec.E - 1).bit_length())
     finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
     return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), first, second, finalize))
 
@@ -58,16 +58,17 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     size = ELEMENT_BYTES[spec.x]
     first, second = (
         Tiled(
-            name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=128, N=knobs[f"N{i}"], K=64, warps=8,
-            stages=4, products=1, tma=i == 2 or not knobs["GATHER"], ahead=True,
-            along="depth" if k_major else "columns", dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
+            name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"], K=64,
+            warps=knobs["M"] // 16, stages=4 if knobs["M"] == 128 else 3, products=1, part=64,
+            tma=i == 2 or not knobs["GATHER"], ahead=True, along="depth" if k_major else "columns", dtype=spec.x,
+            x_bytes=size, weight_bytes=size, out_bytes=size,
         )
         for i, columns, depth, matrices, k_major in (
             (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH"),
             (2, spec.H, spec.I, 1, spec.down == "EHI"),
         )
     )  # fmt: skip
-    bins = max(32, 1 << spec.E.bit_length())
+    bins = max(32, 1 << (spec.E - 1).bit_length())
     order = () if knobs["GATHER"] else (Passed(name="permute", route_bytes=2 * spec.H * size),)
     finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
     return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), *order, first, second, finalize))

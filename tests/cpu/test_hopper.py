@@ -46,17 +46,17 @@ def test_tactics_are_for_many_rows_an_expert_and_build_takes_them():
     ("changes", "named_by"),
     [
         ({"N1": 96}, "N1=96"), ({"G2": 3}, "G2=3"), ({"GATHER": 2}, "GATHER=2"), ({"N1": 256}, "512 columns"),
-        ({"M": 64}, "knobs are"), ({"GATHER": "yes"}, "whole number"),
+        ({"M": 64}, "M=64"), ({"S": 4}, "knobs are"), ({"GATHER": "yes"}, "whole number"),
     ],
 )  # fmt: skip
 def test_knobs_that_cannot_be(changes, named_by):
-    knobs = {"N1": 128, "G1": 8, "N2": 256, "G2": 8, "GATHER": 1, **changes}
+    knobs = {"M": 192, "N1": 128, "G1": 8, "N2": 256, "G2": 8, "GATHER": 1, **changes}
     with pytest.raises(ValueError, match=named_by):
         HOPPER.work(Tactic.of(**knobs), QWEN, named("H200"))
 
 
 def test_gathering_wants_whole_blocks_of_columns():
-    good = Tactic.of(N1=128, G1=8, N2=256, G2=8, GATHER=1)
+    good = Tactic.of(M=128, N1=128, G1=8, N2=256, G2=8, GATHER=1)
     with pytest.raises(ValueError, match="H=2056"):
         HOPPER.work(good, dataclasses.replace(QWEN, H=2056), named("H200"))
 
@@ -85,7 +85,7 @@ plan = Schedule(torch.zeros(1000, dtype=torch.int32), 20, 64)
 act = epilogue(Activation.parse("swiglu").expr)
 x, bias = bf16(32, 256), (bf16(4, 384),)
 for gather, halves, w in [(1, "gate_up", bf16(4, 384, 256)), (0, "up_gate_interleaved", bf16(4, 256, 384))]:
-    tile = hopper.Persistent(N=128, GATHER=gather)
+    tile = hopper.Persistent(N=128, GATHER=gather, PARTS=3 - gather)
     rows = x if gather else hopper.permute(x, plan, 2)
     a = hopper.fc1(rows, (w,), bias, None, plan, act, choices=2, sizes=(256, 192), gated=True, halves=halves,
                    k_major=halves == "gate_up", tile=tile)

@@ -10,11 +10,12 @@ import inspect
 import operator
 from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
-from types import FunctionType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 
 from .canonical import Call, canonical, dunder
 from .nodes import storage
@@ -41,6 +42,7 @@ def _mutated(node: torch.fx.Node, call: Call | None) -> tuple[Any, ...]:
     target: Any = node.target
     if _asked_to_write(target, node.args, node.kwargs):
         written.append(node.args[0] if node.args else node.kwargs.get("input"))
+    written += _side_effects(target, node.args, node.kwargs)
     if node.op == "call_method":
         in_place = target in _WRITING_METHODS or (target.endswith("_") and not target.endswith("__"))
         return (node.args[0], *written) if in_place else tuple(written)
@@ -64,6 +66,30 @@ def _mutated(node: torch.fx.Node, call: Call | None) -> tuple[Any, ...]:
 # in-place operators that the table doesn't name
 _WRITING = (operator.ixor, operator.ilshift, operator.irshift, operator.iconcat, operator.delitem)
 _WRITING_METHODS = frozenset(map(dunder, _WRITING))
+
+
+# What functions write beside computing their result, where a flag says so: (flag's position and name, whether it is set
+# where it is left out, the positions and names of what is written). Statistics, and rows scaled to a largest norm.
+_STATISTICS = ("running_mean", "running_var")
+_SIDE_EFFECTS: dict[Any, tuple[int, str, bool, tuple[tuple[int, str], ...]]] = {
+    F.batch_norm: (5, "training", False, tuple(zip((1, 2), _STATISTICS))),
+    torch.batch_norm: (5, "training", False, tuple(zip((3, 4), _STATISTICS))),
+    F.instance_norm: (5, "use_input_stats", True, tuple(zip((1, 2), _STATISTICS))),
+    torch.instance_norm: (5, "use_input_stats", True, tuple(zip((3, 4), _STATISTICS))),
+    **dict.fromkeys((F.embedding, F.embedding_bag), (3, "max_norm", False, ((1, "weight"),))),
+}
+
+
+def _side_effects(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that a function writes beside computing its result."""
+    if not isinstance(target, (FunctionType, BuiltinFunctionType)) or target not in _SIDE_EFFECTS:
+        return []
+
+    def argument(position: int, name: str, default: Any = None) -> Any:
+        return args[position] if position < len(args) else kwargs.get(name, default)
+
+    position, flag, default, written = _SIDE_EFFECTS[target]
+    return [argument(*w) for w in written] if argument(position, flag, default) else []
 
 
 def _asked_to_write(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

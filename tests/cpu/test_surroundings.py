@@ -64,6 +64,8 @@ WRITES: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "another": (lambda x, ids: x.__setitem__(0, 1.0), CHANGED),
     "an operator that no table names": (_xor, "expert ids that may be negative"),
     "inplace by position": (lambda x, ids: F.elu(x, 1.0, True), CHANGED),
+    "statistics of a norm": (lambda x, ids: F.batch_norm(torch.ones(3, H), x[0], x[1], training=True), CHANGED),
+    "rows scaled to a norm": (lambda x, ids: F.embedding(torch.tensor([0]), x, max_norm=0.01), CHANGED),
     "inplace by name": (lambda x, ids: F.hardtanh(input=x, inplace=True), CHANGED),
 }
 

@@ -22,7 +22,7 @@ NOISES = [(name, noise) for name, f in FAMILIES.items() for noise in f.get("nois
 @pytest.mark.parametrize(
     ("name", "noise"),
     [
-        pytest.param(*n, marks=[pytest.mark.offline] if n[0] in OFFLINE else [], id=f"{n[0]}-{i}")
+        pytest.param(*n, marks=[pytest.mark.offline] if n[0] in OFFLINE or "kept" in n[1] else [], id=f"{n[0]}-{i}")
         for i, n in enumerate(NOISES)
     ],
 )

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from moe_compile.spec import ExpertsSpec
 from moe_compile.suite import GEOMETRIES, tokens_of, weights_of
 
 CALLS, ROUNDS = 20, 40
+MORE = 8
 PROVIDERS = ("triton_decode", "triton_grouped", "triton_hopper")
 MOST_TOKENS = {"triton_decode": 64}  # beyond, a call takes the device milliseconds
 GPU = torch.device("cuda", 0)
@@ -106,17 +108,25 @@ def calls(spec: ExpertsSpec, tokens: list[int], p: ExpertWeights) -> list[dict[s
     return rows
 
 
+def chain(rest: tuple[Any, ...], n: int, x: torch.Tensor) -> torch.Tensor:
+    """n calls, each of what the one before gave."""
+    for _ in range(n):
+        x = experts(x, *rest)
+    return x
+
+
 def of_call(
     c: Candidate, spec: ExpertsSpec, inputs: tuple[torch.Tensor, ...], p: ExpertWeights, compiled: bool
-) -> dict[str, tuple[float, float]]:
-    """One call by each way to it; compiled: also as Inductor's code makes it."""
+) -> dict[str, tuple[float, ...]]:
+    """One call by each way to it; compiled: also each further call in a function that Inductor compiled."""
     run, rest = launcher(c, spec, GPU), (*inputs[1:], *p.arguments(), str(spec), str(Plan.of([(None, c)])))
     x = inputs[0]
     with torch.no_grad():
         times = {"launcher": host(lambda: run(*inputs, p)), "operator": host(lambda: experts(x, *rest))}
         if compiled:
-            graph = torch.compile(lambda x: experts(x, *rest), fullgraph=True)
-            times["operator in compiled code"] = host(lambda: graph(x))
+            one, more = (torch.compile(partial(chain, rest, n), fullgraph=True) for n in (1, 1 + MORE))
+            first, all_ = host(lambda: one(x)), host(lambda: more(x), CALLS // 4)
+            times["one more in compiled code"] = tuple(round((b - a) / MORE, 2) for a, b in zip(first, all_))
     with torch.inference_mode():
         times["operator, inference_mode"] = host(lambda: experts(x, *rest))
     return times

@@ -7,6 +7,8 @@ hopper.py    those two for many rows an expert, with warps that fetch beside war
              do is in hopper_parts.py
 finalize.py  the weighted sum over each token's routes
 launch.py    how all of them are launched: overlapped (PDL) and at little host time
+tape.py      calls that are replayed by address (tensor_maps.py: by descriptor)
+listed.py    experts in tensors of their own: tables of their addresses
 decode.py    the same block in two launches without sorting, for few tokens
 
 Importing a module of this folder imports triton; providers do so only when they build a launcher.

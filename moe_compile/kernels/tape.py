@@ -16,10 +16,10 @@ Invariants:
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
+from itertools import count
 from operator import itemgetter, or_
 from typing import Any
 
@@ -31,10 +31,11 @@ from ..verdict import Reject
 from . import launch
 from .launch import Launched
 from .listed import Table, base
+from .tensor_maps import TensorMaps, maps_of, without_encoding
 
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ExpertWeights], torch.Tensor]
 _ALIGNED = 256  # bytes, of a buffer in the scratch
-_MOST = 2048  # tapes of a launcher, shapes of tensor maps, and maps of a shape
+_MOST = 2048  # tapes of a launcher
 
 
 def recorded(run: Launcher) -> Launcher:
@@ -132,36 +133,37 @@ class Tape:
         self.shape, self.strides, self.dtype, self.index = tuple(out.shape), out.stride(), out.dtype, out.device.index
         # as Inductor's own code allocates: 2 us, torch.empty 4 (H200 machine, 2026-11-30)
         self.empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{out.device.type}")
+        parts = [_taken_apart(each) for each in launched]
+        self.constants = [value for _, arguments in parts for kind, value in arguments if kind == "constant"]
         self.maps: list[tuple[int, TensorMaps]] = []  # those of the address at each index
-        self.constant: list[Any] = []
-        uses: dict[int, list[int]] = {i: [] for i in range(len(every))}  # the launches that each address is given to
-        picked: list[tuple[Any, list[tuple[str, int]]]] = []
-        for step, each in enumerate(launched):
-            run, arguments = _taken_apart(each)
-            picks = []
+        uses: list[list[int]] = [[] for _ in every]  # the launches that each address is given to
+        for step, (_, arguments) in enumerate(parts):
             for kind, value in arguments:
-                if kind == "tensor" or kind == "map":
-                    tensor, maps = value
+                if kind in ("tensor", "map"):
+                    tensor, maps = value if kind == "map" else (value, None)
                     if tensor.data_ptr() not in every:
                         raise _Unknown("an argument that is no operand and was not allocated")
                     at = every.index(tensor.data_ptr())
                     uses[at].append(step)
-                    if kind == "map" and (at, maps) not in self.maps:
+                    if maps and (at, maps) not in self.maps:
                         self.maps.append((at, maps))
-                    picks.append((kind, at if kind == "tensor" else self.maps.index((at, maps))))
-                elif kind == "stream":
-                    picks.append((kind, 0))
-                else:
-                    self.constant.append(value)
-                    picks.append((kind, len(self.constant) - 1))
-            picked.append((run, picks))
-        if launched and not uses[len(addresses)]:
+        output, stream = len(addresses), len(every) + len(self.maps)
+        if launched and not uses[output]:
             raise _Unknown("what writes the output")
-        first = {"tensor": 0, "map": len(every), "stream": len(every) + len(self.maps)}
-        first["constant"] = first["stream"] + 1
-        self.launches = [(run, itemgetter(*(first[kind] + i for kind, i in picks))) for run, picks in picked]
-        sizes = [t.numel() * t.element_size() for t in buffers]
-        self.offsets, size = placed(sizes, [uses[len(addresses) + 1 + i] for i in range(len(buffers))])
+        next_constant = count(stream + 1)
+
+        def index(kind: str, value: Any) -> int:
+            """Of an argument in a replay's list of values."""
+            if kind == "stream":
+                return stream
+            if kind == "constant":
+                return next(next_constant)
+            if kind == "tensor":
+                return every.index(value.data_ptr())
+            return len(every) + self.maps.index((every.index(value[0].data_ptr()), value[1]))
+
+        self.launches = [(run, itemgetter(*(index(*a) for a in arguments))) for run, arguments in parts]
+        self.offsets, size = placed([t.numel() * t.element_size() for t in buffers], uses[output + 1 :])
         self.bytes = (size,)
 
     def __call__(self, addresses: list[int]) -> torch.Tensor:
@@ -175,21 +177,24 @@ class Tape:
         for at, maps in self.maps:
             values.append(maps(values[at]))
         values.append(torch._C._cuda_getCurrentRawStream(self.index))
-        values += self.constant
+        values += self.constants
         for run, pick in self.launches:
             run(*pick(values))
         return out
 
 
 def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
-    """Triton's launcher and what it takes: ("tensor", (t, None)), ("map", (t, its maps)), ("stream", _), ("constant",
+    """Triton's launcher and what it takes, each ("tensor", t), ("map", (t, its maps)), ("stream", _) or ("constant",
     value)."""
     if launched.compiled is None:
         raise _Unknown("a kernel that is not kept compiled")
     run, function, metadata = launched.compiled
     known: tuple[Any, ...] = ()  # of each descriptor
     if any(not isinstance(a, (int, torch.Tensor)) for a in launched.arguments):
-        run, known = _without_encoding(run)
+        try:
+            run, known = without_encoding(run)
+        except LookupError as where:
+            raise _Unknown(f"the tensor maps: {where}") from None
     metas = iter(known)
 
     def constants(*values: Any) -> list[tuple[str, Any]]:
@@ -200,9 +205,9 @@ def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
         if isinstance(a, int):
             taken += constants(a)
         elif isinstance(a, torch.Tensor):
-            taken.append(("tensor", (a, None)))
+            taken.append(("tensor", a))
         else:
-            maps = _maps(a, next(metas))
+            maps = maps_of(a, next(metas))
             taken += [("map", (a.base, maps)), *constants(*maps.rest)]
     taken += constants(*launched.free, *launched.constants)
     call, order = _passed_on(run, len(taken))
@@ -210,18 +215,18 @@ def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
 
 
 @lru_cache(1024)
-def _passed_on(run: Any, count: int) -> tuple[Any, list[tuple[int | None, Any]]]:
-    """What Triton's launcher calls for `count` arguments, where all it does is to pass them on: a microsecond less a
-    launch. And with what: the argument of an index, or (None, another value).
+def _passed_on(run: Any, number: int) -> tuple[Any, list[tuple[int | None, Any]]]:
+    """What Triton's launcher calls for a number of arguments, where all it does is to pass them on, which saves a
+    microsecond a launch. And with what: the argument of an index, or (None, another value).
 
     It would allocate scratch memory that a kernel asks for; ours ask for none. (triton 3.6 passes on arguments one by
     one, 3.9 in a tuple: there the launcher itself is called.)
     """
-    itself: list[tuple[int | None, Any]] = [(i, None) for i in range(count)]
+    itself: list[tuple[int | None, Any]] = [(i, None) for i in range(number)]
     if any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")):
         return run, itself
     passed: list[Any] = []
-    marks = [object() for _ in range(count)]
+    marks = [object() for _ in range(number)]
     probe = copy.copy(run)
     probe.launch = lambda *arguments: passed.extend(arguments)
     probe(*marks)
@@ -245,76 +250,3 @@ def placed(sizes: Sequence[int], uses: Sequence[Sequence[int]]) -> tuple[list[in
         ends.append((start, start + size, launches))
         starts.append(start)
     return starts, max((end for _, end, _ in ends), default=0)
-
-
-# --- tensor maps: what a kernel gets for a tensor descriptor. Triton encodes one at each launch, in Python ---
-
-
-class TensorMaps:
-    """The tensor maps of descriptors that differ in their address only; kept, since they hold nothing else.
-
-    rest: the descriptor's shape and strides, which a kernel takes after the map.
-    """
-
-    def __init__(self, descriptor: Any, meta: Any) -> None:
-        self.descriptor, self.meta = copy.copy(descriptor), meta
-        self.rest = _encode(descriptor, meta)[1:]
-        self.descriptor.base = None  # no tensor is kept
-        self.made: dict[int, Any] = {}
-
-    def __call__(self, address: int) -> Any:
-        found = self.made.get(address)
-        if found is None:
-            if len(self.made) >= _MOST:
-                self.made = {}
-            descriptor = copy.copy(self.descriptor)
-            descriptor.base = _At(address)
-            found = self.made[address] = _encode(descriptor, self.meta)[0]
-        return found
-
-
-class _At:
-    """Stands for a tensor of which only the address is asked."""
-
-    def __init__(self, address: int) -> None:
-        self.address = address
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-_known_maps: dict[Any, TensorMaps] = {}
-
-
-def _maps(descriptor: Any, meta: Any) -> TensorMaps:
-    key = (tuple(descriptor.shape), tuple(descriptor.strides), descriptor.padding, repr(meta))
-    found = _known_maps.get(key)
-    if found is None:
-        if len(_known_maps) >= _MOST:
-            _known_maps.clear()
-        found = _known_maps[key] = TensorMaps(descriptor, meta)
-    return found
-
-
-@lru_cache(1024)
-def _without_encoding(run: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Triton's launcher without its step that encodes descriptors, and what that step knows of each of them."""
-    inside = inspect.getclosurevars(run.launch).nonlocals
-    if "launcher" not in inside or not inside.get("tensordesc_meta"):
-        raise _Unknown("where this triton encodes descriptors")
-    bare = copy.copy(run)
-    bare.launch = inside["launcher"]
-    return bare, tuple(inside["tensordesc_meta"])
-
-
-@lru_cache(None)
-def _encoder() -> tuple[Any, int]:
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    return make_tensordesc_arg, len(inspect.signature(make_tensordesc_arg).parameters)
-
-
-def _encode(descriptor: Any, meta: Any) -> list[Any]:
-    """[tensor map, *shape, *strides]."""
-    make, parameters = _encoder()
-    return list(make(descriptor, meta, *(None,) * (parameters - 2)))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from moe_compile.kernels import tape
+from moe_compile.kernels import tape, tensor_maps
 from moe_compile.kernels.launch import Bound, compiling
 from moe_compile.operands import ExpertWeights
 
@@ -246,9 +246,37 @@ class Described:
         self.launch(arguments)
 
 
-def test_tensor_maps_are_kept_by_address(monkeypatch):
+def describing(compiled: Any) -> Any:
+    """A launcher of one kernel, which takes a descriptor of `down` and the output."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
+    class Bare(Bound):
+        def _compile(self, key: Any, grid: Any, arguments: Any, free: Any) -> None:
+            self.compiled[key] = (compiled, "function", "metadata")
+
+    bound = Bare(None, (), torch.device("cpu"))
+
+    def program(x: torch.Tensor, ids: torch.Tensor, w: Any, packed: ExpertWeights) -> torch.Tensor:
+        program.calls += 1
+        out = torch.empty(x.shape)
+        bound((1, 1), (TensorDescriptor.from_tensor(packed.down, [16, 16]), out))
+        return out
+
+    program.calls = 0
+    return program
+
+
+def test_descriptors_that_triton_encodes_elsewhere_are_not_replayed():
+    given: list[Any] = []
+    run = tape.recorded(program := describing(Passing(lambda *a: given.append(a), together=False, scratch=0)))
+    x, ids, w, _ = inputs()
+    for calls in (1, 2):
+        run(x, ids, w, ExpertWeights(gate_up=(torch.randn(2),), down=torch.randn(32, 16)))
+        assert program.calls == calls
+    assert len(given) == 1  # the first compiled
+
+
+def test_tensor_maps_are_kept_by_address(monkeypatch):
     encoded: list[int] = []
 
     def encode(descriptor: Any, meta: Any) -> list[Any]:
@@ -256,21 +284,10 @@ def test_tensor_maps_are_kept_by_address(monkeypatch):
         encoded.append(descriptor.base.data_ptr())
         return [("map of", encoded[-1]), *descriptor.shape, *descriptor.strides]
 
-    monkeypatch.setattr(tape, "_encoder", lambda: (encode, 2))
-    monkeypatch.setattr(tape, "_known_maps", {})
+    monkeypatch.setattr(tensor_maps, "_encoder", lambda: (encode, 2))
+    monkeypatch.setattr(tensor_maps, "_KNOWN", {})
     given: list[Any] = []
-    bound = Bound(None, (), torch.device("cpu"))
-
-    def compiled(key: Any, grid: Any, arguments: Any, free: Any) -> None:
-        bound.compiled[key] = (Described(given), "function", "metadata")
-
-    monkeypatch.setattr(bound, "_compile", compiled)
-
-    def program(x: torch.Tensor, ids: torch.Tensor, w: Any, packed: ExpertWeights) -> torch.Tensor:
-        out = torch.empty(x.shape)
-        bound((1, 1), (TensorDescriptor.from_tensor(packed.down, [16, 16]), out))
-        return out
-
+    program = describing(Described(given))
     run = tape.recorded(program)
     packs = [ExpertWeights(gate_up=(torch.randn(2),), down=torch.randn(32, 16)) for _ in range(3)]
     x, ids, w, _ = inputs()

@@ -1,0 +1,201 @@
+"""The gradients of the weights for Hopper: outer.outer over rows in sorted order, warps that fetch beside warps that
+multiply (Gluon).
+
+In: a [R, M] and b [R, N] by position of the sorted routes, and outer.spans. Out: out[e] = sum_p a[p]^T b[p] over e's
+positions, cast once; zero for an expert without routes. The torch twin is outer.outer_reference.
+The schedule is hopper.py's. Both operands come by tensor descriptors that end where the expert's rows do (`ragged`): a
+step past them adds zeros, whatever the next rows hold. A tile is passed through shared memory and stored by the copy
+engine, while the next tile's products run.
+Invariant: one program makes an element, over positions in order: bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .hopper import _fetch, _swizzled
+from .launch import Bound, ceil_div
+
+# triton 3.9 renamed it
+send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+_MOST = gl.constexpr(1 << 30)  # rows of a ragged descriptor
+
+
+def ragged(rows: torch.Tensor, box: tuple[int, int], dtype: torch.dtype) -> TensorDescriptor:
+    """A descriptor of rows [R, N] that a kernel ends at any position, by `at`: rows from there on are read as zeros and
+    not written. Coordinates (u, v, r, c) are u 2^34 + v (2^34 - s) + r s + c elements on, s from row to row: with u + v
+    = 2^30 the first two count modulo 2^64 bytes as -v s, so that the last row, r = 2^30 - 1, lies where v says."""
+    stride, most = rows.stride(0), 1 << 30
+    shape = [1, 1, *box]
+    return TensorDescriptor(
+        rows, [most + 1, most + 1, most, rows.shape[1]], [1 << 34, (1 << 34) - stride, stride, 1], shape,
+        _swizzled(shape, dtype),
+    )  # fmt: skip
+
+
+@gluon.jit
+def at(p, end, column):
+    """The coordinates of (position p, column) in a `ragged` descriptor whose rows end at `end`."""
+    return [end, _MOST - end, _MOST - end + p, column]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The tile of `outer`: M x N of an expert's matrix, K routes a step, S buffers of operands and OUTS of results,
+    GROUP tiles of M side by side."""
+
+    M: int = 128
+    N: int = 256
+    K: int = 32
+    S: int = 6
+    OUTS: int = 2
+    GROUP: int = 8
+    WARPS: int = 8
+
+
+_SUMS = Sums()
+
+
+@gluon.jit
+def _tile(pid, HIGH: gl.constexpr, WIDE: gl.constexpr, GROUP: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """(expert, first row, first column) of a number."""
+    e, local = pid // (HIGH * WIDE), pid % (HIGH * WIDE)
+    group = local // (GROUP * WIDE)
+    height = gl.minimum(HIGH - group * GROUP, GROUP)
+    local -= group * GROUP * WIDE
+    return e, (group * GROUP + local % height) * M, local // height * N
+
+
+@gluon.jit
+def _fetch_partition(
+    a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = a_bufs.type.shape[0]
+    BYTES: gl.constexpr = K * (M + N) * 2
+    count = 0
+    for pid in range(gl.program_id(0), TILES, PROGRAMS):
+        e, m0, n0 = _tile(pid, HIGH, WIDE, GROUP, M, N)
+        first, end = gl.load(spans_ptr + 2 * e), gl.load(spans_ptr + 2 * e + 1)
+        for p in range(first, end, K):
+            s = count % S
+            mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
+            mbarrier.expect(full.index(s), BYTES)
+            _fetch(a, at(p, end, m0), full.index(s), a_bufs.index(s))
+            _fetch(b, at(p, end, n0), full.index(s), b_bufs.index(s))
+            count += 1
+
+
+@gluon.jit
+def _multiply_partition(
+    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    S: gl.constexpr = a_bufs.type.shape[0]
+    OUTS: gl.constexpr = out_bufs.type.shape[0]
+    kind: gl.constexpr = a_bufs.dtype
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
+    count = 0
+    for pid in range(gl.program_id(0), TILES, PROGRAMS):
+        e, m0, n0 = _tile(pid, HIGH, WIDE, GROUP, M, N)
+        first, end = gl.load(spans_ptr + 2 * e), gl.load(spans_ptr + 2 * e + 1)
+        acc = gl.zeros((M, N), gl.float32, mma)
+        for p in range(first, end, K):
+            s = count % S
+            mbarrier.wait(full.index(s), (count // S) & 1)
+            x = a_bufs.index(s).reshape([K, M]).permute((1, 0))
+            acc = warpgroup_mma(x, b_bufs.index(s).reshape([K, N]), acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=p > first)  # the product before is done
+            count += 1
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=end > first)
+        left, right = gl.split(gl.permute(gl.reshape(acc.to(kind), (M, 2, N // 2)), (0, 2, 1)))
+        tma.store_wait(OUTS - 1)  # what used this buffer has been read
+        out_bufs.index(0).reshape([M, N // 2]).store(left)
+        fence_async_shared()
+        send(out, [e, m0, n0], out_bufs.index(0))
+        tma.store_wait(OUTS - 1)
+        out_bufs.index(OUTS - 1).reshape([M, N // 2]).store(right)
+        fence_async_shared()
+        send(out, [e, m0, n0 + N // 2], out_bufs.index(OUTS - 1))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _outer_kernel(
+    a, b, out, spans_ptr, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, M: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, OUTS: gl.constexpr, GROUP: gl.constexpr,
+    PROGRAMS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
+    WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    kind: gl.constexpr = a.dtype
+    a_bufs = gl.allocate_shared_memory(kind, [S, 1, 1, K, M], A_LAYOUT)
+    b_bufs = gl.allocate_shared_memory(kind, [S, 1, 1, K, N], B_LAYOUT)
+    out_bufs = gl.allocate_shared_memory(kind, [OUTS, 1, M, N // 2], OUT_LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(S):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_multiply_partition, (
+                out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
+                WARPS,
+            )),
+            (_fetch_partition, (
+                a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
+            )),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip
+
+
+@lru_cache(1024)
+def _bound(tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Bound, int, Any]:
+    """The kernel, how many programs run, and the layout of a stored tile."""
+    E, M, N = sizes
+    high, wide = ceil_div(M, tile.M), ceil_div(N, tile.N)
+    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    layouts = [_swizzled(s, dtype) for s in ([1, 1, tile.K, tile.M], [1, 1, tile.K, tile.N], [1, tile.M, tile.N // 2])]
+    tiles = E * high * wide
+    programs = min(programs, tiles)
+    constants = (
+        tiles, high, wide, tile.M, tile.N, tile.K, tile.S, tile.OUTS, tile.GROUP, programs, *layouts, tile.WARPS
+    )  # fmt: skip
+    return Bound(_outer_kernel, constants, device, warps=tile.WARPS, overlap=True, registers=168), programs, layouts[2]
+
+
+def outer(a_RM: torch.Tensor, b_RN: torch.Tensor, spans_E2: torch.Tensor, tile: Sums = _SUMS) -> torch.Tensor:
+    """out [E, M, N] in a's dtype, contiguous; see the module. Rows of a and b are aligned for tensor descriptors."""
+    sizes = (spans_E2.shape[0], a_RM.shape[1], b_RN.shape[1])
+    bound, programs, layout = _bound(tile, sizes, a_RM.dtype, a_RM.device)
+    out = torch.empty(sizes, dtype=a_RM.dtype, device=a_RM.device)
+    arguments = (
+        ragged(a_RM, (tile.K, tile.M), a_RM.dtype), ragged(b_RN, (tile.K, tile.N), a_RM.dtype),
+        TensorDescriptor.from_tensor(out, [1, tile.M, tile.N // 2], layout), spans_E2,
+    )  # fmt: skip
+    bound((programs, 1), arguments)
+    return out

@@ -10,7 +10,6 @@ In: what to do, geometries and token counts on the command line. Out: tables on 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
@@ -31,7 +30,7 @@ from gpu_kernels import Timer, spec_of, tokens_of, weights_of
 from moe_compile import ops, reference  # noqa: F401  (ops registers the operators)
 from moe_compile.activation import derivative
 from moe_compile.hardware import facts
-from moe_compile.kernels import launch
+from moe_compile.kernels import hopper, hopper_kept, hopper_outer, launch, spread
 from moe_compile.kernels.backward import act_backward, dx_routes
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.finalize import finalize
@@ -53,10 +52,16 @@ VARIANTS: dict[str, list[tuple[int, ...]]] = {
     "ddown whole": [(128, 256, 64, 8, 5, 0, 1, 8), (128, 256, 64, 8, 7, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8)],
 }  # fmt: skip
 VARIANTS["dgate_up whole"] = VARIANTS["ddown whole"]
+# of kernels for Hopper: (GATHER,), or none
+HOPPER = {"fc1 hopper": [(1,), (0,)], "fc2 hopper": [()], "dx hopper": [()], "ddown hopper": [()],
+          "dgate_up hopper": [()], "spread": [()]}  # fmt: skip
+VARIANTS |= HOPPER
 VARIANTS["dgate_up"] = VARIANTS["ddown"]
 
 
-def tile_of(v: tuple[int, ...]) -> Tile:
+def tile_of(product: str, v: tuple[int, ...]) -> Any:
+    if product in HOPPER:
+        return v
     m, n, k, warps, stages, swap, tma, group = v
     return Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, warps=warps, stages=stages, SWAP=swap, TMA=tma, GROUP_M=group)
 
@@ -91,7 +96,27 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         return lambda tile: outer(*pair, schedule, ends, choices=spec.K, tile=tile, whole=whole)
 
     x_rows = Rows(of=x, tokens=True)
+    sorted_x = hopper.permute(x, schedule, spec.K)
+    fast = tuple(epilogue(e, fast=True) for e in (expr, derivative(expr, "gate"), derivative(expr, "up")))
+
+    def hopper_sums(other: torch.Tensor, tokens_first: bool) -> Any:
+        pair = (sorted_x, other) if tokens_first else (other, sorted_x)
+        return lambda tile: hopper_outer.outer(*pair, ends)
+
     return {
+        "fc1 hopper": lambda tile: hopper_kept.fc1_kept(
+            x if tile[0] else sorted_x, p.gate_up, p.gate_up_bias, None, schedule, fast[0], sizes=(spec.H, spec.I),
+            k_major=k_major, tile=hopper.Persistent(N=128, GATHER=tile[0]), **common,
+        ),
+        "fc2 hopper": lambda tile: hopper.fc2(
+            a, p.down, p.down_bias, schedule, k_major=down_k_major, tile=hopper.Persistent(N=256)
+        ),
+        "dx hopper": lambda tile: hopper.fc2(
+            kept, p.gate_up[0], None, schedule, k_major=not k_major, tile=hopper.Persistent(N=256)
+        ),
+        "ddown hopper": hopper_sums(a, down_k_major),
+        "dgate_up hopper": hopper_sums(kept, not k_major),
+        "spread": lambda tile: spread.spread(x, ids, spread.positions(schedule), spec.E),
         "fc1": lambda tile: fc1_kept(
             x, p.gate_up, p.gate_up_bias, None, schedule, act, sizes=(spec.H, spec.I), k_major=k_major, tile=tile,
             **common,
@@ -121,7 +146,7 @@ def compile_job(job: tuple[str, str, tuple[int, ...]]) -> str:
     )
     try:
         spec = spec_of(name)
-        calls_of(spec, 64, weights_of(spec, "cpu", draw=False), "cpu")[product](tile_of(v))
+        calls_of(spec, 64, weights_of(spec, "cpu", draw=False), "cpu")[product](tile_of(product, v))
         return ""
     except Exception as e:  # noqa: BLE001  (reported; the timing below skips the variant)
         return f"{job}: {type(e).__name__} {str(e)[-400:]}"
@@ -149,7 +174,8 @@ def stages(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         row: dict[str, Any] = {"geometry": name, "T": T, "us": {}}
         for product, call in products.items():
             variants = VARIANTS.get(product, [(128, 128, 64, 4, 3, 0, 0, 8)])
-            us = timer.medians({str(v): [lambda v=v, call=call: call(tile_of(v))] for v in variants}, rounds=5)
+            tiles = {str(v): tile_of(product, v) for v in variants}
+            us = timer.medians({k: [lambda t=t, call=call: call(t)] for k, t in tiles.items()}, rounds=5)
             work = flop(spec, T, product)
             ranked = sorted((u[0], v) for v, u in us.items())
             row["us"][product] = {v: round(u, 1) for u, v in ranked}
@@ -205,9 +231,9 @@ def check(name: str, T: int = 300) -> list[Any]:
     return rows
 
 
-def ours(spec: ExpertsSpec) -> Any:
+def ours(spec: ExpertsSpec, said: str = "") -> Any:
     tactic = triton_grouped.TritonGrouped().tactics(spec, facts(torch.device("cuda")), 4096)[0][0]
-    plan = f"*:triton_grouped({tactic})"
+    plan = f"{said}*:triton_grouped({tactic})"
 
     def call(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> Any:
         return torch.ops.moe_compile.experts(x, ids, w, [gate_up], [down], [], [], None, str(spec), plan)
@@ -215,27 +241,9 @@ def ours(spec: ExpertsSpec) -> Any:
     return by_autograd(call)
 
 
-def recomputing(spec: ExpertsSpec) -> Any:
-    """The same with gate_up_RG computed again."""
-
-    def step(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, p: ExpertWeights, dout: torch.Tensor) -> Any:
-        yield triton_backward.forward(spec, x, ids, w, p)[0]
-        yield triton_backward.backward(spec, dout, x, ids, w, p, None, [True] * (2 + len(p.tensors())))
-
-    return step
-
-
-def without_hopper(spec: ExpertsSpec) -> Any:
-    """The same without kernels.hopper."""
-
-    def step(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, p: ExpertWeights, dout: torch.Tensor) -> Any:
-        tiles = triton_backward.tiles_of(spec, x.shape[0], facts(x.device))
-        tiles = dataclasses.replace(tiles, persistent=None)
-        out, kept = triton_backward.forward(spec, x, ids, w, p, tiles)
-        yield out
-        yield triton_backward.backward(spec, dout, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles)
-
-    return step
+def keeping(spec: ExpertsSpec, keep: str) -> Any:
+    """`ours` under moe.keep."""
+    return ours(spec, f"keep={keep};")
 
 
 def by_autograd(function: Any) -> Any:
@@ -299,7 +307,8 @@ def totals(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         inputs = (x, ids, w, p, torch.randn_like(x))
         torch._dynamo.reset()
         steps = {
-            "moe": ours(spec), "moe, recomputing": recomputing(spec), "moe, without hopper.py": without_hopper(spec),
+            "moe": ours(spec), "moe, keep=half": keeping(spec, "half"), "moe, keep=none": keeping(spec, "none"),
+            "moe, train=grouped": ours(spec, "train=grouped;"),
             "HF grouped_mm, Inductor": by_autograd(hf(spec)), "torch._grouped_mm": by_autograd(grouped_mm(spec)),
         }  # fmt: skip
         row: dict[str, Any] = {"geometry": name, "E": spec.E, "K": spec.K, "H": spec.H, "I": spec.I, "T": T}

@@ -14,8 +14,10 @@ from test_triton_kernels import GPU, OAI, draw, spec_of  # noqa: E402
 
 from moe_compile import journal, ops, reference  # noqa: E402
 from moe_compile.backend import moe_backend  # noqa: E402
+from moe_compile.hardware import facts  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
 from moe_compile.providers import aten_backward, triton_backward, triton_route  # noqa: E402
+from moe_compile.providers.triton_hopper import TritonHopper  # noqa: E402
 from moe_compile.spec import Layout, RouterSpec, torch_dtype  # noqa: E402
 from moe_compile.verdict import Reject  # noqa: E402
 
@@ -26,13 +28,19 @@ CASES = [
     {"gate_up": Layout(halves="up"), "act": "relu2", "bias": "down"},
     {"weight": "input", "K": 1, "bias": "gate_up"},
     {"H": 1024, "I": 384},
+    {"H": 1024, "I": 384, "gate_up": Layout(halves="up_gate_interleaved"), "x": "f16"},
 ]
 
 
-@pytest.mark.parametrize("T", [5, 700])
+@pytest.mark.parametrize(
+    ("T", "train", "keep"), [(5, "auto", "all"), (700, "grouped", "all"), (700, "auto", "all"), (700, "auto", "half")]
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradients_are_as_exact_as_torchs(case, T):
+def test_gradients_are_as_exact_as_torchs(case, T, train, keep):
     spec = spec_of(**case)
+    tiles = triton_backward.tiles_of(spec, T, facts(GPU), train)
+    on_hopper = torch.cuda.get_device_capability() == (9, 0) and bool(TritonHopper().available())
+    assert tiles.hopper == (on_hopper and T == 700 and train == "auto")
     x, ids, w, p = draw(spec, T)
     ids[0, 0] = spec.E
     leaves = [x, w, *p.tensors()]
@@ -43,9 +51,11 @@ def test_gradients_are_as_exact_as_torchs(case, T):
     dout = torch.randn_like(want).to(x.dtype)
     wanted = torch.autograd.grad(want, twin, dout.double())
     needs = [True] * len(leaves)
-    out, kept = triton_backward.forward(spec, x, ids, w, p)
-    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs)
-    again = triton_backward.backward(spec, dout, x, ids, w, p, None, needs)
+    out, kept = triton_backward.forward(spec, x, ids, w, p, tiles, keep)
+    assert kept.shape == (T * spec.K, triton_backward.kept_columns(spec, keep))
+    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs, tiles)
+    same = kept if kept.shape[1] < spec.G else None  # all of it computed again is the same
+    again = triton_backward.backward(spec, dout, x, ids, w, p, same, needs, tiles)
     base = aten_backward.backward(spec, dout, x, ids, w, p, needs)
 
     def off(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -58,14 +68,16 @@ def test_gradients_are_as_exact_as_torchs(case, T):
         assert off(a, d) <= (1.1 if a.numel() > 1000 else 1.5) * off(c, d) + 1e-4, (off(a, d), off(c, d))
 
 
-def test_dropped_routes_and_idle_experts():
+@pytest.mark.parametrize(("T", "train"), [(90, "grouped"), (300, "auto")])
+def test_dropped_routes_and_idle_experts(T, train):
     spec = spec_of(bias="both", x="f16")
-    x, ids, w, p = draw(spec, 90)
+    x, ids, w, p = draw(spec, T)
     ids[ids >= 5] = -1
     for t in p.tensors():
         t[5:] = math.nan
-    out, kept = triton_backward.forward(spec, x, ids, w, p)
-    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())))
+    tiles = triton_backward.tiles_of(spec, len(x), facts(GPU), train)
+    out, kept = triton_backward.forward(spec, x, ids, w, p, tiles)
+    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles)
     assert all(g.isfinite().all() for g in (out, *grads))
     assert all(not g[5:].any() for g in grads[2:])
 

@@ -148,17 +148,18 @@ def _transform(
     plans: list[tuple[str, bool]] = []
     if wanted:
         plan = functools.partial(stage, "plan", _plan, options, launch_mode)
-        accounts: dict[int, tuple[Any, Any]] = {}  # regions of a spec share a choice
+        accounts: dict[int, tuple[Any, Any, str]] = {}  # regions of a spec share a choice
         for number, choice in stage("tune", _choose, gm, inputs, graph, wanted, plan, options, launch_mode).items():
             region, best = wanted[number], choice.plan or choice.planning.plan
+            best = dataclasses.replace(best, train=options.train, keep=options.keep)
             if id(choice) not in accounts:
                 accounts[id(choice)] = stage("plan", _account, choice, best, region, launch_mode)
-            device, buckets = accounts[id(choice)]
+            device, buckets, training = accounts[id(choice)]
             journal.record(
                 Planned(
                     graph=graph, region=number, candidates=choice.planning.candidates, plan=str(best),
                     device=str(device), buckets=buckets, load=() if choice.load is None else choice.load.classes,
-                    copied_bytes=choice.planning.copied_bytes,
+                    copied_bytes=choice.planning.copied_bytes, training=training,
                 )
             )  # fmt: skip
             if not choice.plan:
@@ -206,13 +207,15 @@ def _plan(
     )
 
 
-def _account(choice: Any, best: Any, region: Any, launch_mode: str) -> tuple[Any, Any]:
+def _account(choice: Any, best: Any, region: Any, launch_mode: str) -> tuple[Any, Any, str]:
     from .hardware import facts
     from .plan import account
+    from .providers.triton_backward import in_words
 
     on, planning = facts(region.device), dataclasses.replace(choice.planning, plan=best)
     buckets = account(planning, region.spec.experts, on, mode=launch_mode, load=choice.load)
-    return on, tuple(_with_times(b, choice.trials[b.bound]) if b.bound in choice.trials else b for b in buckets)
+    timed = tuple(_with_times(b, choice.trials[b.bound]) if b.bound in choice.trials else b for b in buckets)
+    return on, timed, in_words(region.spec.experts, on, best)
 
 
 def _with_times(bucket: journal.Bucket, trials: tuple[journal.Trial, ...]) -> journal.Bucket:

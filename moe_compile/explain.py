@@ -26,9 +26,9 @@ class Region:
     """A block that was proved. `chosen` is its plan's text; `router_why` says why its router kept its nodes, if it did.
 
     `device` is what it was planned for, `buckets` has what each token bucket was offered and what its choice costs.
-    `candidates` are the verdicts on each provider. `skipped` names the option that left the block as it was, "" if none
-    did; `replaced` is False there, and where a later stage failed. `tuned`: the buckets whose choice was measured;
-    `beside`: the operator beside the block's own nodes, where they were timed.
+    `candidates` are the verdicts on each provider; `training` says whose kernels train it. `skipped` names the option
+    that left the block as it was, "" if none did; `replaced` is False there, and where a later stage failed. `tuned`:
+    the buckets whose choice was measured; `beside`: the operator beside the block's own nodes, where they were timed.
     """
 
     graph: int
@@ -41,6 +41,7 @@ class Region:
     buckets: tuple[journal.Bucket, ...] = ()
     load: tuple[tuple[int, float], ...] = ()
     copied_bytes: int = 0
+    training: str = ""
     router_why: str = ""
     skipped: str = ""
     replaced: bool = False
@@ -107,6 +108,7 @@ class Report:
                     buckets=plan.buckets if plan else (),
                     load=plan.load if plan else (),
                     copied_bytes=plan.copied_bytes if plan else 0,
+                    training=plan.training if plan else "",
                     router_why=e.router_why,
                     skipped=skipped.get((e.graph, e.region), ""),
                     replaced=e.graph in lowered and (e.graph, e.region) not in skipped,
@@ -253,6 +255,7 @@ def _region_lines(same: list[Region]) -> list[str]:
         return [*lines, f"  chosen      not replaced: {first.skipped or 'a later stage failed'}"]
     lines += [f"  {'chosen' if i == 0 else '':10}  {c}" for i, c in enumerate(plan_lines(first.chosen))]
     lines.append(f"  weights     {_read(first)}")
+    lines.append(f"  training    {first.training}")
     if first.buckets:
         lines.append(f"  predicted   on {first.device}, the limit by its datasheet")
         lines += [f"              {row}" for row in columns(bucket_rows(first.buckets))]

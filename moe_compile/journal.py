@@ -112,7 +112,7 @@ class Planned(Event):
     device: what it was planned for, in words. buckets: what each token bucket was offered, and why it chose.
     load: how the workload's tokens choose experts, most popular first: (so many experts, the probability that a token
     chooses each of them); empty where no workload was collected. copied_bytes: of weights that the plan may keep in
-    layouts of its own, beside the model's.
+    layouts of its own, beside the model's. training: whose kernels train the block, in words.
     """
 
     logger: ClassVar[str] = "plan"
@@ -123,6 +123,7 @@ class Planned(Event):
     buckets: tuple[Bucket, ...] = ()
     load: tuple[tuple[int, float], ...] = ()
     copied_bytes: int = 0
+    training: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

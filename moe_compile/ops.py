@@ -5,8 +5,8 @@ any device at every stage (eager, fake, functionalized, inference_mode, autocast
 dtypes, so autocast is off inside. The plan picks a kernel by the real token count. Gradients of gradients raise.
 
 Where a gradient is wanted, `experts` is `experts_training`, which also returns what the backward reads beside the
-inputs: gate_up_RG (T*K x G in spec.x) where a plan's Triton kernels train the spec, whose backward is two operators
-(triton_backward.py has why); else no rows, and `experts_backward` (aten's) computes all of it again.
+inputs: of gate_up_RG (T*K x G in spec.x) what the plan keeps where its Triton kernels train the spec, whose backward is
+two operators (triton_backward.py has why); else no rows, and `experts_backward` (aten's) computes all of it again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .hardware import facts
 from .operands import ExpertWeights, checker
 from .providers import Candidate, Launcher, Plan, bypassing, launcher, triton_backward, triton_route
 from .providers.aten_backward import backward as _aten_backward
+from .providers.training_products import kept_columns, tiles_of
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
 _LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -37,8 +38,8 @@ for _schema in (
     f"experts({_OPERANDS}, str plan) -> Tensor",
     f"experts_training({_OPERANDS}, str plan) -> (Tensor, Tensor)",
     f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]",
-    f"experts_backward_down(Tensor grad, {_OPERANDS}, Tensor? kept, bool[] needs) -> Tensor[]",
-    f"experts_backward_gate_up(Tensor dgate_up, {_OPERANDS}, bool[] needs) -> Tensor[]",
+    f"experts_backward_down(Tensor grad, {_OPERANDS}, str plan, Tensor? kept, bool[] needs) -> Tensor[]",
+    f"experts_backward_gate_up(Tensor dgate_up, {_OPERANDS}, str plan, bool[] needs) -> Tensor[]",
     "route(Tensor logits, Tensor? bias, Tensor? expert_scale, str spec) -> (Tensor, Tensor)",
     "route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? expert_scale, str spec, bool[] needs) -> Tensor[]",
 ):
@@ -63,8 +64,7 @@ class _Call:
     @cached_property
     def trainable(self) -> bool:
         """Whether the plan's kernels have a backward of their own for the spec."""
-        ours = any(candidate.provider.startswith("triton_") for _, candidate in self.plan.buckets)
-        return ours and bool(triton_backward.supports(self.spec, facts(self.device)))
+        return bool(triton_backward.trains(self.spec, facts(self.device), self.plan))
 
     def trains(self, packed: ExpertWeights) -> bool:
         """Whether that backward can read these very tensors; the same for fake ones."""
@@ -108,14 +108,15 @@ def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
 
 
 def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """(what `experts` returns, gate_up_RG or no rows of it)."""
+    """(what `experts` returns, what is kept of gate_up_RG or no rows of it)."""
     *operands, spec, plan = rest
     call = _call(spec, plan, hidden.device)
     call.check(hidden, ids, weights, *operands)
     with bypassing():
         packed = ExpertWeights.of(call.spec, *operands)
         if call.trains(packed):
-            return triton_backward.forward(call.spec, hidden, ids, weights, packed)
+            tiles = tiles_of(call.spec, hidden.shape[0], facts(hidden.device), call.plan.train)
+            return triton_backward.forward(call.spec, hidden, ids, weights, packed, tiles, call.plan.keep)
         out = (call.only or call.launcher(hidden.shape[0]))(hidden, ids, weights, packed)
         return out, hidden.new_empty((0, call.spec.G))
 
@@ -123,9 +124,10 @@ def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest
 def _experts_training_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
     weights, *tensors, spec, plan = operands
     call = _call(spec, plan, hidden.device)
-    trains = call.trains(ExpertWeights.of(call.spec, *tensors))
-    kept = hidden.new_empty((hidden.shape[0] * call.spec.K if trains else 0, call.spec.G))
-    return _experts_fake(hidden, ids, weights, *tensors, spec, plan), kept
+    out = _experts_fake(hidden, ids, weights, *tensors, spec, plan)
+    if not call.trains(ExpertWeights.of(call.spec, *tensors)):
+        return out, hidden.new_empty((0, call.spec.G))
+    return out, hidden.new_empty((hidden.shape[0] * call.spec.K, kept_columns(call.spec, call.plan.keep)))
 
 
 def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
@@ -142,10 +144,10 @@ def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
 
 
 def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *single, post_scale, ctx.spec, plan = inputs
+    *single, post_scale, ctx.spec, ctx.plan = inputs
     hidden, ids, weights, *lists = single
     ctx.lengths = list(map(len, lists))
-    call = _call(ctx.spec, plan, hidden.device)
+    call = _call(ctx.spec, ctx.plan, hidden.device)
     operands = (*lists, post_scale)
     kept = output[1] if call.trains(ExpertWeights.of(call.spec, *operands)) else None
     ctx.set_materialize_grads(False)
@@ -166,10 +168,11 @@ def _experts_grads(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
     else:
         down = triton_backward.of_down(*_packed(operands[3:]))
         here = [n and d for n, d in zip(needs, down, strict=True)]
-        dgate_up, *first = namespace.experts_backward_down(grad, *operands, kept, here)
+        dgate_up, *first = namespace.experts_backward_down(grad, *operands, ctx.plan, kept, here)
         del kept  # and autograd's hold of it, unless the graph is retained
         ctx.maybe_clear_saved_tensors()
-        second = namespace.experts_backward_gate_up(dgate_up, *operands, [n and not d for n, d in zip(needs, down)])
+        here = [n and not d for n, d in zip(needs, down)]
+        second = namespace.experts_backward_gate_up(dgate_up, *operands, ctx.plan, here)
         found = triton_backward.merged(first, second, needs, down)
     grads = iter(found)
     d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
@@ -211,18 +214,19 @@ def _experts_backward_down(
 ) -> list[Tensor]:
     """[dgate_up_RG, and the gradients that `needs` names of those that are triton_backward.of_down].
 
-    kept: gate_up_RG of experts_training; without it, it is computed again.
+    kept: of gate_up_RG, as experts_training returned it; without it, all is computed again.
     """
-    *operands, kept, needs = rest
+    *operands, plan, kept, needs = rest
     with bypassing():
         spec, packed = _packed(operands)
-        return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs)
+        tiles = tiles_of(spec, hidden.shape[0], facts(hidden.device), Plan.parse(plan).train)
+        return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs, tiles)
 
 
 def _experts_backward_down_fake(
     grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    *operands, _, needs = rest
+    *operands, _, _, needs = rest
     spec, _ = _packed(operands)
     dgate_up = hidden.new_empty((hidden.shape[0] * spec.K, spec.G))
     return [dgate_up, *_experts_backward_fake(grad, hidden, ids, weights, *operands, needs)]
@@ -232,10 +236,16 @@ def _experts_backward_gate_up(
     dgate_up: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     """The other gradients that `needs` names, of what experts_backward_down returned first."""
-    *operands, needs = rest
+    *operands, plan, needs = rest
     with bypassing():
         spec, packed = _packed(operands)
-        return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs)
+        tiles = tiles_of(spec, hidden.shape[0], facts(hidden.device), Plan.parse(plan).train)
+        return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs, tiles)
+
+
+def _experts_backward_gate_up_fake(dgate_up: Tensor, *rest: Any) -> list[Tensor]:
+    *operands, _, needs = rest
+    return _experts_backward_fake(dgate_up, *operands, needs)
 
 
 def _route(logits: Tensor, bias: Tensor | None, expert_scale: Tensor | None, spec: str) -> tuple[Tensor, Tensor]:
@@ -355,7 +365,7 @@ for _name, _impl, _fake in (
     ("experts_training", _experts_training, _experts_training_fake),
     ("experts_backward", _experts_backward, _experts_backward_fake),
     ("experts_backward_down", _experts_backward_down, _experts_backward_down_fake),
-    ("experts_backward_gate_up", _experts_backward_gate_up, _experts_backward_fake),
+    ("experts_backward_gate_up", _experts_backward_gate_up, _experts_backward_gate_up_fake),
     ("route", _route, _route_fake),
     ("route_backward", _route_backward, _route_backward_fake),
 ):

@@ -59,6 +59,19 @@ class Options:
         "capture yourself, or `eager`; `auto`: `graph` where Inductor records CUDA graphs.",
         choices=("auto", "graph", "eager"),
     )
+    train: str = _row(
+        "auto",
+        "Whose kernels train a block: `auto`, ours, those for compute capability 9.0 where they run; `grouped`, ours "
+        "for any device; `aten`, torch's own.",
+        choices=("auto", "grouped", "aten"),
+    )
+    keep: str = _row(
+        "all",
+        "What training keeps of the first linear's result, where our kernels train a block: `all`; `half`, of gate and "
+        "up the second, the other computed again (not where they alternate); `none`. See "
+        "[kernels.md](kernels.md#training) for what each costs.",
+        choices=("all", "half", "none"),
+    )
     tune: str = _row(
         "auto",
         "How kernels are chosen. `measure`: timed on tokens that route like real ones, once, then from the cache; "

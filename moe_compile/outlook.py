@@ -17,6 +17,7 @@ from .explain import Report
 from .hardware import Device, named
 from .plan import account, plan_experts, shortlist
 from .providers import copied_bytes, providers
+from .providers.triton_backward import in_words
 from .spec import ExpertsSpec
 
 
@@ -101,6 +102,7 @@ def replanned(report: Report, device: str) -> Report:
                 "chosen": str(planning.plan),
                 "device": str(where),
                 "buckets": account(planning, spec, where),
+                "training": in_words(spec, where, planning.plan),
             }
         regions.append(replace(region, **plans[spec]))
     return replace(report, regions=tuple(regions))

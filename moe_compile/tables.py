@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from . import journal
+from .providers.base import Plan
 
 
 def count(n: int, noun: str) -> str:
@@ -91,7 +92,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def plan_lines(text: str) -> list[str]:
     """["up to 16 tokens  aten", "more  triton_grouped"] of the plan "16:aten;*:triton_grouped"."""
-    buckets = [bucket.partition(":")[::2] for bucket in text.split(";")]
+    buckets = [(str(b or "*"), str(c)) for b, c in Plan.parse(text).buckets]
     if len(buckets) == 1:
         return [f"{buckets[0][1]} for any number of tokens"]
     bounds = ["more" if bound == "*" else f"up to {bound} token{'' if bound == '1' else 's'}" for bound, _ in buckets]

@@ -61,16 +61,26 @@ class Candidate:
         return cls(provider=found.group(1), tactic=Tactic.parse(found.group(2) or ""))
 
 
+# What a plan says of training, and may say: options of these names.
+TRAINING = {"train": ("auto", "grouped", "aten"), "keep": ("all", "half", "none")}
+
+
 @dataclass(frozen=True)
 class Plan:
     """Token buckets to candidates: ((upper T, candidate), ...), ascending; the last bound is None, for every larger T.
 
-    Text: `16:aten;*:triton_grouped(BLOCK_M=64)`.
+    train, keep: whose kernels train a block, and what of the first linear is kept (`moe.train`, `moe.keep`).
+    Text: `16:aten;*:triton_grouped(BLOCK_M=64)`, with `train=aten;` or `keep=half;` before it where they are not usual.
     """
 
     buckets: tuple[tuple[int | None, Candidate], ...]
+    train: str = TRAINING["train"][0]
+    keep: str = TRAINING["keep"][0]
 
     def __post_init__(self) -> None:
+        for name, valid in TRAINING.items():
+            if getattr(self, name) not in valid:
+                raise ValueError(f"plan {name}={getattr(self, name)} is not one of {', '.join(valid)}")
         bounds = [b for b, _ in self.buckets]
         lower = sorted({b for b in bounds if b is not None})
         if bounds != [*lower, None]:
@@ -81,14 +91,19 @@ class Plan:
         return next(c for bound, c in self.buckets if bound is None or bound >= T)
 
     def __str__(self) -> str:
-        return ";".join(f"{'*' if bound is None else bound}:{c}" for bound, c in self.buckets)
+        said = [f"{name}={getattr(self, name)}" for name in TRAINING if getattr(self, name) != TRAINING[name][0]]
+        return ";".join([*said, *(f"{'*' if bound is None else bound}:{c}" for bound, c in self.buckets)])
 
     @classmethod
     @lru_cache(4096)
     def parse(cls, text: str) -> Plan:
         """The plan that `str` printed; ValueError otherwise."""
-        pairs = [part.partition(":")[::2] for part in text.split(";")]
-        return cls(tuple((None if b == "*" else int(b), Candidate.parse(c)) for b, c in pairs))
+        parts, said = text.split(";"), {}
+        while parts[0].partition("=")[0] in TRAINING:
+            name, _, value = parts.pop(0).partition("=")
+            said[name] = value
+        pairs = [part.partition(":")[::2] for part in parts]
+        return cls(tuple((None if b == "*" else int(b), Candidate.parse(c)) for b, c in pairs), **said)
 
     @classmethod
     def of(cls, chosen: Iterable[tuple[int | None, Candidate]]) -> Plan:

@@ -21,6 +21,8 @@ def test_defaults_and_rest():
         "provider": "auto",
         "weight_copy_bytes": 0,
         "launch": "auto",
+        "keep": "all",
+        "train": "auto",
         "tune": "auto",
         "tune_seconds": 20.0,
         "cache": "auto",

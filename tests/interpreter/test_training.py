@@ -9,7 +9,7 @@ from test_providers import OAI, draw, spec_of
 
 from moe_compile import ops, reference
 from moe_compile.activation import derivative, evaluate
-from moe_compile.kernels import backward, outer
+from moe_compile.kernels import backward, outer, spread
 from moe_compile.kernels import kept as kept_rows
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.grouped import Tile
@@ -108,6 +108,21 @@ def test_each_gradient_alone():
         assert torch.equal(got, every[i])
 
 
+@pytest.mark.parametrize(("halves", "keep", "columns"), [("gate_up", "none", 0), ("separate", "half", 12)])
+def test_gradients_are_the_same_whatever_is_kept(halves, keep, columns):
+    spec = spec_of(I=12, bias="both", gate_up=Layout(halves=halves))
+    x, ids, w, p = draw(spec, 5)
+    found = []
+    for plan in (PLAN, f"keep={keep};{PLAN}"):
+        operands = [t.detach().requires_grad_() for t in leaves_of(x, w, p)]
+        a, b, q = put(operands, spec, w, p)
+        out = experts(a, ids, b, *q.arguments(), str(spec), plan)
+        kept = [t for t in out.grad_fn.saved_tensors if t is not None and t.dim() == 2 and len(t) == 5 * spec.K]
+        found.append((out, *torch.autograd.grad(out, operands, torch.ones_like(out))))
+    assert [t.shape[1] for t in kept] == [columns]
+    assert all(map(torch.equal, *found))
+
+
 def test_weights_of_experts_without_routes_are_not_read():
     spec = spec_of(E=6, bias="both")
     x, ids, w, p = draw(spec, 5)
@@ -133,7 +148,7 @@ def test_opcheck(T):
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     of_p = [[t.detach() for t in several] for several in p.arguments()[:-1]]
     of_down = triton_backward.of_down(spec, p)
-    saved = (*detached[:3], *of_p, None, str(spec))
+    saved = (*detached[:3], *of_p, None, str(spec), PLAN)
     halves = torch.ops.moe_compile.experts_backward_down.default, torch.ops.moe_compile.experts_backward_gate_up.default
     for half, first, more, needs in (
         (halves[0], out, (kept.detach(),), of_down),
@@ -220,6 +235,17 @@ def test_sums(tile):
             arguments = (parts, ids, rows, tokens, E, torch.float32)
             got = outer.route_dots(*arguments, a_experts=of_experts)
             close(got, outer.route_dots_reference(*arguments, a_experts=of_experts), 1e-5)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_rows_in_sorted_order(drop):
+    ids = torch.randint(-1, 5, (700, 2), generator=torch.Generator().manual_seed(0))
+    ids = ids.fill_(-1) if drop else ids
+    x = torch.randn(700, 24)[:, :20]
+    schedule = sort_routes(ids, 4, 16)
+    last = 0 if drop else int(((ids >= 0) & (ids < 4)).sum())
+    got = spread.spread(x, ids, spread.positions(schedule), 4)
+    assert torch.equal(got[:last], spread.spread_reference(x, schedule, 2)[:last])
 
 
 def test_products_of_fp16():

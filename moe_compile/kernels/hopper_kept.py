@@ -1,4 +1,4 @@
-"""Training's first linear for Hopper: kept.fc1_kept by the schedule of hopper.fc1, stored by the copy engine (Gluon).
+"""Training's first linear for Hopper: kept.fc1_kept with a partition that fetches, stored by the copy engine (Gluon).
 
 In, out: as kept.fc1_kept, whose torch twin is this kernel's too; x as in hopper.fc1. Rows of a tile past its expert's
 last are not written (hopper_outer.ragged). Each [rows, N] part of a tile passes through one buffer of shared memory.
@@ -14,6 +14,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -23,23 +24,58 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import (
-    ALONE,
-    ALTERNATING,
-    BLOCKS,
-    DEPTH,
-    ROWS,
-    TENSORS,
-    WARPS,
-    Persistent,
-    _fetch_partition,
-    _place,
-    _swizzled,
-)
-from .hopper_outer import at, ragged, send
+from .hopper import ALONE, ALTERNATING, BLOCKS, DEPTH, ROWS, TENSORS, Persistent, _swizzled
+from .hopper_outer import WARPS, at, ragged, send
+from .hopper_parts import _fetch, _gather, _place
 from .kept import placed
 from .launch import Bound, ceil_div
 from .sort import Schedule
+
+S = 4  # buffers
+
+
+@gluon.jit
+def _fetch_partition(
+    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, CHOICES: gl.constexpr,
+    COLUMNS: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, K: gl.constexpr, M: gl.constexpr,
+    N: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr, K_MAJOR: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes."""
+    S: gl.constexpr = a_bufs.type.shape[0]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    count = 0
+    for pid in range(gl.program_id(0), tiles * COLUMNS, PROGRAMS):
+        m, column = _place(pid, tiles, COLUMNS, GROUP)
+        tile_ptr = plan_ptr + 4 + 4 * m
+        e, first, end = gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2)
+        n0 = column * N
+        if GATHER:
+            p = first + gl.arange(0, M, gl.SliceLayout(1, layout))
+            k = gl.arange(0, BK, gl.SliceLayout(0, layout))
+            route = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+            rows = x_ptr + (route // CHOICES).to(gl.int64) * stride_xt
+            ptrs = gl.expand_dims(rows, 1) + gl.expand_dims(k, 0)
+            here = gl.expand_dims(p < end, 1)
+        for k0 in range(0, K, BK):
+            s = count % S
+            mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
+            mbarrier.expect(full.index(s), BYTES)
+            if HALVES == 2:
+                _fetch(w, [e, 0, n0, k0], full.index(s), b_bufs.index(s))
+            elif HALVES == 3:
+                _fetch(w, [e, n0, k0], full.index(s), b_bufs.index(s).slice(0, 1))
+                _fetch(v, [e, n0, k0], full.index(s), b_bufs.index(s).slice(1, 1))
+            elif K_MAJOR:
+                _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full.index(s), b_bufs.index(s))
+            else:
+                _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full.index(s), b_bufs.index(s))
+            if GATHER:
+                _gather(a_bufs.index(s), ptrs + k0, mask=here)
+                async_copy.mbarrier_arrive(full.index(s), increment_count=False)
+            else:
+                _fetch(a, [first, k0], full.index(s), a_bufs.index(s))
+            count += 1
 
 
 @gluon.jit
@@ -188,9 +224,9 @@ def _bound(
     w_layout, a_layout = _swizzled(box, dtype), _swizzled([ROWS, DEPTH], dtype)
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
     constants = (
-        choices, H, I, ROWS, tile.N, DEPTH, tile.S, tile.GROUP, programs, gather, kind,
+        choices, H, I, ROWS, tile.N, DEPTH, S, tile.GROUP, programs, gather, kind,
         not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
-        bias_stride is not None, weights is not None, both, act, a_layout, (tile.S, *shape), w_layout,
+        bias_stride is not None, weights is not None, both, act, a_layout, (S, *shape), w_layout,
         _swizzled([1, 1, ROWS, tile.N], dtype), WARPS, 4 if gather else 1,
     )  # fmt: skip
     bound = Bound(_kept_kernel, constants, device, warps=WARPS, overlap=True, registers=168)

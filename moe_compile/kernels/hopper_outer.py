@@ -3,7 +3,8 @@ multiply (Gluon).
 
 In: a [R, M] and b [R, N] by position of the sorted routes, and outer.spans. Out: out[e] = sum_p a[p]^T b[p] over e's
 positions, cast once; zero for an expert without routes. The torch twin is outer.outer_reference.
-The schedule is hopper.py's. Both operands come by tensor descriptors that end where the expert's rows do (`ragged`): a
+A program stays on its processor and takes tiles in turn; one partition fetches as far ahead as its buffers reach, the
+other multiplies. Both operands come by tensor descriptors that end where the expert's rows do (`ragged`): a
 step past them adds zeros, whatever the next rows hold. A tile is passed through shared memory and stored by the copy
 engine, while the next tile's products run.
 Invariant: one program makes an element, over positions in order: bitwise repeatable.
@@ -28,12 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import _fetch, _swizzled
+from .hopper import _swizzled
+from .hopper_parts import _fetch
 from .launch import Bound, ceil_div
 
 # triton 3.9 renamed it
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+WARPS = 8  # that multiply, each warpgroup half of a tile's rows
 _MOST = gl.constexpr(1 << 30)  # rows of a ragged descriptor
 
 
@@ -66,7 +69,6 @@ class Sums:
     S: int = 6
     OUTS: int = 2
     GROUP: int = 8
-    WARPS: int = 8
 
 
 _SUMS = Sums()
@@ -183,9 +185,9 @@ def _bound(tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: 
     tiles = E * high * wide
     programs = min(programs, tiles)
     constants = (
-        tiles, high, wide, tile.M, tile.N, tile.K, tile.S, tile.OUTS, tile.GROUP, programs, *layouts, tile.WARPS
+        tiles, high, wide, tile.M, tile.N, tile.K, tile.S, tile.OUTS, tile.GROUP, programs, *layouts, WARPS
     )  # fmt: skip
-    return Bound(_outer_kernel, constants, device, warps=tile.WARPS, overlap=True, registers=168), programs, layouts[2]
+    return Bound(_outer_kernel, constants, device, warps=WARPS, overlap=True, registers=168), programs, layouts[2]
 
 
 def outer(a_RM: torch.Tensor, b_RN: torch.Tensor, spans_E2: torch.Tensor, tile: Sums = _SUMS) -> torch.Tensor:

@@ -95,8 +95,9 @@ def weights_gathered_by_id(x, router, gate_up, down, scale, bias):
 
 @spelling(stacked, tensors="stacked", E=E, K=1)
 def a_weight_scattered_over_all_experts(x, router, gate_up, down, scale, bias):
-    w, ids = best(F.linear(x, router))
-    full = torch.zeros(T, E).scatter(1, ids.unsqueeze(-1), w.unsqueeze(-1))
+    logits = F.linear(x, router)
+    w, ids = best(logits)
+    full = torch.zeros_like(logits).scatter(1, ids.unsqueeze(-1), w.unsqueeze(-1))
     gate, up = torch.einsum("th,egh->teg", x, gate_up).chunk(2, dim=-1)
     y = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down)
     return (y * full.unsqueeze(-1)).sum(1)

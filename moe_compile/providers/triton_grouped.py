@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from ..hardware import Device, facts
 from ..operands import ExpertWeights, Listed
-from ..spec import ELEMENT_BYTES, ExpertsSpec, torch_dtype
+from ..spec import ELEMENT_BYTES, ExpertsSpec
 from ..verdict import OK, Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
-from .triton_launch import launcher_of
+from .triton_launch import launcher_of, sorted_run
 from .triton_listed import alike
 from .triton_work import grouped_work
 
@@ -115,32 +115,9 @@ class TritonGrouped(Provider):
     def build(self, tactic: Tactic, spec: ExpertsSpec, device: torch.device) -> Launcher:
         first, second = tiles_of(tactic, spec, device)
 
-        from ..kernels.epilogue import epilogue
-        from ..kernels.finalize import finalize
         from ..kernels.grouped import fc1, fc2
-        from ..kernels.sort import sort_routes
 
-        act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
-        E, K, sizes = spec.E, spec.K, (spec.H, spec.I)
-        halves, k_major, down_k_major = spec.gate_up.halves, spec.gate_up.storage == "EGH", spec.down == "EHI"
-        gated, before, after = spec.gated, spec.weight == "input", spec.weight == "output"
-
-        def run(
-            hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
-        ) -> torch.Tensor:
-            if hidden_TH.shape[0] == 0:
-                return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
-            schedule = sort_routes(ids_TK, E, first.BLOCK_M)
-            act_RI = fc1(
-                hidden_TH, packed.gate_up, packed.gate_up_bias, weights_TK if before else None, schedule, act,
-                choices=K, sizes=sizes, gated=gated, halves=halves, k_major=k_major, tile=first,
-            )  # fmt: skip
-            y_RH = fc2(act_RI, packed.down, packed.down_bias, schedule, k_major=down_k_major, tile=second)
-            return finalize(
-                y_RH, ids_TK, weights_TK if after else None, E, out_dtype, post=spec.post, eps=spec.eps,
-                post_scale=packed.post_scale,
-            )  # fmt: skip
-
+        run = sorted_run(spec, fc1, fc2, (first, second), first.BLOCK_M)
         return launcher_of(run, self, spec, device)
 
     def version(self) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..hardware import Device
 from ..operands import ExpertWeights
-from ..spec import ExpertsSpec, torch_dtype
+from ..spec import ExpertsSpec
 from ..verdict import OK, Reject, Verdict
 from ..work import Work
 from .base import Launcher, Provider, Tactic
@@ -23,11 +23,13 @@ from .triton_grouped import (
     triton_version,
     whole_knobs,
 )
-from .triton_launch import launcher_of
+from .triton_launch import launcher_of, sorted_run
 from .triton_work import hopper_work
 
 if TYPE_CHECKING:
     import torch
+
+    from ..kernels.sort import Schedule
 
 KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
 VALID = {"M": (128, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
@@ -97,40 +99,18 @@ class TritonHopper(Provider):
 
         import torch
 
-        from ..kernels.epilogue import epilogue
-        from ..kernels.finalize import finalize
         from ..kernels.hopper import PART, Persistent, fc1, fc2, permute
-        from ..kernels.sort import sort_routes
 
-        gather = bool(k["GATHER"])
-        rows, parts = k["M"], k["M"] // PART
+        gather, parts = bool(k["GATHER"]), k["M"] // PART
         first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, PARTS=parts)
         second = Persistent(N=k["N2"], GROUP=k["G2"], PARTS=parts)
-        act, out_dtype = epilogue(spec.act.expr), torch_dtype(spec.out)
-        E, K, sizes = spec.E, spec.K, (spec.H, spec.I)
-        halves, k_major, down_k_major = spec.gate_up.halves, spec.gate_up.storage == "EGH", spec.down == "EHI"
-        gated, before, after = spec.gated, spec.weight == "input", spec.weight == "output"
 
-        def run(
-            hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
-        ) -> torch.Tensor:
-            if hidden_TH.shape[0] == 0:
-                return hidden_TH.new_empty((0, sizes[0]), dtype=out_dtype)
-            x = hidden_TH
-            if x.stride(1) != 1 or (gather and (x.stride(0) % 16 or x.data_ptr() % 16)):
-                x = x.clone(memory_format=torch.contiguous_format)
-            schedule = sort_routes(ids_TK, E, rows, PART)
-            act_RI = fc1(
-                x if gather else permute(x, schedule, K), packed.gate_up, packed.gate_up_bias,
-                weights_TK if before else None, schedule, act, choices=K, sizes=sizes, gated=gated, halves=halves,
-                k_major=k_major, tile=first,
-            )  # fmt: skip
-            y_RH = fc2(act_RI, packed.down, packed.down_bias, schedule, k_major=down_k_major, tile=second)
-            return finalize(
-                y_RH, ids_TK, weights_TK if after else None, E, out_dtype, post=spec.post, eps=spec.eps,
-                post_scale=packed.post_scale,
-            )  # fmt: skip
+        def read(x_TH: torch.Tensor, schedule: Schedule) -> torch.Tensor:
+            if x_TH.stride(1) != 1 or (gather and (x_TH.stride(0) % 16 or x_TH.data_ptr() % 16)):
+                x_TH = x_TH.clone(memory_format=torch.contiguous_format)
+            return x_TH if gather else permute(x_TH, schedule, spec.K)
 
+        run = sorted_run(spec, fc1, fc2, (first, second), k["M"], PART, read)
         return launcher_of(run, self, spec, device)
 
     def version(self) -> str:

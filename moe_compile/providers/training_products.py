@@ -204,45 +204,48 @@ class Products:
         return outer(a, b, self.schedule, self.ends, choices=self.spec.K, tile=tile, whole=self.tiles.whole)
 
 
+@lru_cache(None)
+def _tile(n: int, gather: int = 0) -> Persistent:
+    """Of n columns; the same object for the same ones, since kernels are bound by tile."""
+    from ..kernels.hopper import Persistent
+
+    return Persistent(N=n, GATHER=gather)
+
+
 class HopperProducts(Products):
     """The same by kernels.hopper, hopper_kept and hopper_outer, mostly from rows in sorted order."""
 
     _copied: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def _x(self) -> tuple[torch.Tensor, Persistent]:
-        """(x for the first linear, the tile that says whether it is gathered there): as triton_hopper has it."""
-        from ..kernels.hopper import Persistent
-
-        x, tactic = self.x_TH, _ranked(self.spec)[0]
-        if not tactic["GATHER"]:
-            return self._rows(x).of, Persistent(N=tactic["N1"])
-        if x.stride(0) % 16 or x.data_ptr() % 16:
-            x = x.new_empty(x.shape).copy_(x)
-        return x, Persistent(N=tactic["N1"], GATHER=1)
+    def _x(self) -> tuple[torch.Tensor, int]:
+        """(x for the first linear, whether it is gathered there): as triton_hopper has it."""
+        x, gather = self.x_TH, _ranked(self.spec)[0]["GATHER"]
+        if not gather:
+            return self._rows(x).of, gather
+        return (x.new_empty(x.shape).copy_(x) if x.stride(0) % 16 or x.data_ptr() % 16 else x), gather
 
     def first(self, keep: str) -> tuple[torch.Tensor, torch.Tensor]:
         from ..kernels.hopper import fc1
         from ..kernels.hopper_kept import fc1_kept
 
-        spec, p, columns, (x, tile) = self.spec, self.p, kept_columns(self.spec, keep), self._x()
-        operands = (x, p.gate_up, p.gate_up_bias, self.before, self.schedule, self.acts[0])
+        spec, p, columns, (x, gather) = self.spec, self.p, kept_columns(self.spec, keep), self._x()
+        operands, tile = (x, p.gate_up, p.gate_up_bias, self.before, self.schedule, self.acts[0]), _tile(128, gather)
         if not columns:
             return x.new_empty((self.schedule.R, 0)), fc1(*operands, gated=spec.gated, tile=tile, **self._first)
         return fc1_kept(*operands, tile=tile, both=columns == spec.G, **self._first)
 
     def second(self, act_RI: torch.Tensor) -> torch.Tensor:
-        from ..kernels.hopper import Persistent, fc2
+        from ..kernels.hopper import fc2
 
         p = self.p
-        return fc2(act_RI, p.down, p.down_bias, self.schedule, k_major=self.down_k_major, tile=Persistent(N=256))
+        return fc2(act_RI, p.down, p.down_bias, self.schedule, k_major=self.down_k_major, tile=_tile(256))
 
     def dx(self, dgate_up_RG: torch.Tensor) -> torch.Tensor:
-        from ..kernels.hopper import Persistent, fc2
+        from ..kernels.hopper import fc2
 
         if len(self.p.gate_up) > 1:
             return super().dx(dgate_up_RG)
-        tile = Persistent(N=256)
-        return fc2(dgate_up_RG, self.p.gate_up[0], None, self.schedule, k_major=not self.k_major, tile=tile)
+        return fc2(dgate_up_RG, self.p.gate_up[0], None, self.schedule, k_major=not self.k_major, tile=_tile(256))
 
     @cached_property
     def acts(self) -> tuple[Any, Any, Any]:

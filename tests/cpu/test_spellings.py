@@ -110,6 +110,13 @@ def dense_with_a_floor_of_the_weights(x, router, gate_up, down, scale, bias):
     return (y * spread(x, router, 0.1).transpose(0, 1).reshape(E, -1, 1)).sum(0)
 
 
+@miss(stacked, "experts that were not chosen have a weight")
+def dense_with_weights_as_integers_of_an_infinity(x, router, gate_up, down, scale, bias):
+    y = dense(x.repeat(E, 1).view(E, -1, H), gate_up, down)
+    whole = spread(x, router, float("-inf")).long().to(x.dtype)
+    return (y * whole.transpose(0, 1).reshape(E, -1, 1)).sum(0)
+
+
 @miss(stacked, "experts that were not chosen contribute something")
 def dense_at_the_input_with_a_bias(x, router, gate_up, down, scale, bias):
     y = dense((x.repeat(E, 1) * spread(x, router).transpose(0, 1).reshape(-1, 1)).view(E, -1, H), gate_up, down)

@@ -19,10 +19,14 @@ from .registry import Context, Result, dims, rule, val
 
 
 def indicator(t: Term) -> Term | None:
-    """The `eq` (or `any` of eq) that a mask's term is, through casts and tests against 0 and 1; None for others."""
+    """The `eq` (or `any` of eq) that a mask's term is, through casts and tests against 0 and 1; None for others.
+
+    An `eq` with numbers that the graph reads from a tensor is another.
+    """
     while t.op == "cast" or (t.op == "pw" and t.attr in _TESTS and constant(t.args[1]) == _TESTS[t.attr]):
         t = t.args[0]
-    return t if t.guarded and (t.op == "any" or (t.op == "pw" and t.attr == "eq")) else None
+    tests = t.op == "pw" and t.attr == "eq" and t.args[1].op == "int"
+    return t if t.guarded and (t.op == "any" or tests) else None
 
 
 _TESTS = {"ne": 0, "gt": 0, "ge": 1}

@@ -224,6 +224,21 @@ def rows_written_by_another_mask(x, router, *weights):
     return out
 
 
+def numbered() -> list[Tensor]:
+    """x, router, a number for each expert, then gate, up and down of each."""
+    x, router, *weights = listed()
+    return [x, router, torch.tensor([1, 0, 3, 2]), *weights]
+
+
+@miss(numbered, TO_ITSELF)
+def numbers_read_from_a_tensor(x, router, numbers, *weights):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        out = out + expert(x, weights, e) * (w * (ids == numbers[e])).sum(-1, keepdim=True)
+    return out
+
+
 @miss(listed, "dropout inside of a block")
 def dropped_between_the_linears_of_an_expert(x, router, *weights):
     w, ids = route(x, router)

@@ -30,7 +30,7 @@ from gpu_kernels import Timer, spec_of, tokens_of, weights_of
 from moe_compile import ops, reference  # noqa: F401  (ops registers the operators)
 from moe_compile.activation import derivative
 from moe_compile.hardware import facts
-from moe_compile.kernels import hopper, hopper_kept, hopper_outer, launch, spread
+from moe_compile.kernels import hopper, hopper_act, hopper_kept, hopper_outer, launch, spread
 from moe_compile.kernels.backward import act_backward, dx_routes
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.finalize import finalize
@@ -53,7 +53,7 @@ VARIANTS: dict[str, list[tuple[int, ...]]] = {
 }  # fmt: skip
 VARIANTS["dgate_up whole"] = VARIANTS["ddown whole"]
 # of kernels for Hopper: (GATHER,), or none
-HOPPER = {"fc1 hopper": [(1,), (0,)], "fc2 hopper": [()], "dx hopper": [()], "ddown hopper": [()],
+HOPPER = {"fc1 hopper": [(1,), (0,)], "fc2 hopper": [()], "act hopper": [()], "dx hopper": [()], "ddown hopper": [()],
           "dgate_up hopper": [()], "spread": [()]}  # fmt: skip
 VARIANTS |= HOPPER
 VARIANTS["dgate_up"] = VARIANTS["ddown"]
@@ -98,6 +98,7 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
     x_rows = Rows(of=x, tokens=True)
     sorted_x = hopper.permute(x, schedule, spec.K)
     fast = tuple(epilogue(e, fast=True) for e in (expr, derivative(expr, "gate"), derivative(expr, "up")))
+    blocks = kept.split(spec.G if spec.gate_up.halves.endswith("interleaved") else spec.I, 1)
 
     def hopper_sums(other: torch.Tensor, tokens_first: bool) -> Any:
         pair = (sorted_x, other) if tokens_first else (other, sorted_x)
@@ -110,6 +111,9 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         ),
         "fc2 hopper": lambda tile: hopper.fc2(
             a, p.down, p.down_bias, schedule, k_major=down_k_major, tile=hopper.Persistent(N=256)
+        ),
+        "act hopper": lambda tile: hopper_act.act_backward(
+            sorted_x, p.down, blocks, w, schedule, fast, halves=spec.gate_up.halves, k_major=down_k_major, parts=True
         ),
         "dx hopper": lambda tile: hopper.fc2(
             kept, p.gate_up[0], None, schedule, k_major=not k_major, tile=hopper.Persistent(N=256)

@@ -40,7 +40,7 @@ def _silu(x):
 @triton.jit
 def _fast_sigmoid(x):
     """By PTX: a reciprocal that is not scaled, an exponential that flushes denormals, both to 2 ulp where 1 + e^-x is
-    finite. A third of the instructions of a SwiGLU's gradients were the guards of the plain ones."""
+    finite. A fifth of the instructions of a SwiGLU's gradients are guards of the plain ones."""
     return tl.inline_asm_elementwise(
         """{
             .reg .f32 t;

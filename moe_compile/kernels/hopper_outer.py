@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import _swizzled
+from .hopper import PART, _swizzled
 from .hopper_parts import _fetch
 from .launch import Bound, ceil_div
 
@@ -60,14 +60,11 @@ def at(p, end, column):
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The tile of `outer`: M x N of an expert's matrix, K routes a step, S buffers of operands and OUTS of results,
-    GROUP tiles of M side by side."""
+    """The tile of `outer`: 2 * PART x N of an expert's matrix, K routes a step, S buffers, GROUP tiles side by side."""
 
-    M: int = 128
     N: int = 256
     K: int = 32
     S: int = 6
-    OUTS: int = 2
     GROUP: int = 8
 
 
@@ -89,40 +86,41 @@ def _fetch_partition(
     a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr,
     GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = a_bufs.type.shape[0]
-    BYTES: gl.constexpr = K * (M + N) * 2
+    S: gl.constexpr = b_bufs.type.shape[0]
+    BYTES: gl.constexpr = K * (2 * M + N) * 2
     count = 0
     for pid in range(gl.program_id(0), TILES, PROGRAMS):
-        e, m0, n0 = _tile(pid, HIGH, WIDE, GROUP, M, N)
+        e, m0, n0 = _tile(pid, HIGH, WIDE, GROUP, 2 * M, N)
         first, end = gl.load(spans_ptr + 2 * e), gl.load(spans_ptr + 2 * e + 1)
         for p in range(first, end, K):
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
             mbarrier.expect(full.index(s), BYTES)
-            _fetch(a, at(p, end, m0), full.index(s), a_bufs.index(s))
+            _fetch(a, at(p, end, m0), full.index(s), a_bufs.index(2 * s))
+            _fetch(a, at(p, end, m0 + M), full.index(s), a_bufs.index(2 * s + 1))
             _fetch(b, at(p, end, n0), full.index(s), b_bufs.index(s))
             count += 1
 
 
 @gluon.jit
 def _multiply_partition(
-    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
-    WARPS: gl.constexpr,
+    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, PART: gl.constexpr, TILES: gl.constexpr,
+    HIGH: gl.constexpr, WIDE: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = a_bufs.type.shape[0]
-    OUTS: gl.constexpr = out_bufs.type.shape[0]
+    """Rows M * PART and on of each tile."""
+    S: gl.constexpr = b_bufs.type.shape[0]
     kind: gl.constexpr = a_bufs.dtype
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, N, 16])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     count = 0
     for pid in range(gl.program_id(0), TILES, PROGRAMS):
-        e, m0, n0 = _tile(pid, HIGH, WIDE, GROUP, M, N)
+        e, m0, n0 = _tile(pid, HIGH, WIDE, GROUP, 2 * M, N)
         first, end = gl.load(spans_ptr + 2 * e), gl.load(spans_ptr + 2 * e + 1)
         acc = gl.zeros((M, N), gl.float32, mma)
         for p in range(first, end, K):
             s = count % S
             mbarrier.wait(full.index(s), (count // S) & 1)
-            x = a_bufs.index(s).reshape([K, M]).permute((1, 0))
+            x = a_bufs.index(2 * s + PART).reshape([K, M]).permute((1, 0))
             acc = warpgroup_mma(x, b_bufs.index(s).reshape([K, N]), acc, is_async=True)
             acc = warpgroup_mma_wait(1, deps=(acc,))
             mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=p > first)  # the product before is done
@@ -130,64 +128,65 @@ def _multiply_partition(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=end > first)
         left, right = gl.split(gl.permute(gl.reshape(acc.to(kind), (M, 2, N // 2)), (0, 2, 1)))
-        tma.store_wait(OUTS - 1)  # what used this buffer has been read
-        out_bufs.index(0).reshape([M, N // 2]).store(left)
+        left_buf, right_buf = out_bufs.index(2 * PART), out_bufs.index(2 * PART + 1)
+        tma.store_wait(1)  # the last tile's left half has been read
+        left_buf.reshape([M, N // 2]).store(left)
         fence_async_shared()
-        send(out, [e, m0, n0], out_bufs.index(0))
-        tma.store_wait(OUTS - 1)
-        out_bufs.index(OUTS - 1).reshape([M, N // 2]).store(right)
+        send(out, [e, m0 + M * PART, n0], left_buf)
+        tma.store_wait(1)
+        right_buf.reshape([M, N // 2]).store(right)
         fence_async_shared()
-        send(out, [e, m0, n0 + N // 2], out_bufs.index(OUTS - 1))
+        send(out, [e, m0 + M * PART, n0 + N // 2], right_buf)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _outer_kernel(
     a, b, out, spans_ptr, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, M: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, OUTS: gl.constexpr, GROUP: gl.constexpr,
-    PROGRAMS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr,
-    WARPS: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
+    A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
+    """M: rows of a partition, of two."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     kind: gl.constexpr = a.dtype
-    a_bufs = gl.allocate_shared_memory(kind, [S, 1, 1, K, M], A_LAYOUT)
+    a_bufs = gl.allocate_shared_memory(kind, [2 * S, 1, 1, K, M], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, [S, 1, 1, K, N], B_LAYOUT)
-    out_bufs = gl.allocate_shared_memory(kind, [OUTS, 1, M, N // 2], OUT_LAYOUT)
+    out_bufs = gl.allocate_shared_memory(kind, [4, 1, M, N // 2], OUT_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     gl.warp_specialize(
         [
             (_multiply_partition, (
-                out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
-                WARPS,
+                out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 0, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
+            )),
+            (_multiply_partition, (
+                out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 1, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
             )),
             (_fetch_partition, (
                 a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
             )),
         ],
-        [1],
-        [24],
+        [4, 1],
+        [232, 24],
     )  # fmt: skip
 
 
 @lru_cache(1024)
 def _bound(tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Bound, int, Any]:
-    """The kernel, how many programs run, and the layout of a stored tile."""
+    """The kernel, how many programs run, and the layout of a stored part of a tile."""
     E, M, N = sizes
-    high, wide = ceil_div(M, tile.M), ceil_div(N, tile.N)
+    high, wide = ceil_div(M, 2 * PART), ceil_div(N, tile.N)
     programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-    layouts = [_swizzled(s, dtype) for s in ([1, 1, tile.K, tile.M], [1, 1, tile.K, tile.N], [1, tile.M, tile.N // 2])]
+    layouts = [_swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.N // 2])]
     tiles = E * high * wide
     programs = min(programs, tiles)
-    constants = (
-        tiles, high, wide, tile.M, tile.N, tile.K, tile.S, tile.OUTS, tile.GROUP, programs, *layouts, WARPS
-    )  # fmt: skip
-    return Bound(_outer_kernel, constants, device, warps=WARPS, overlap=True, registers=168), programs, layouts[2]
+    constants = (tiles, high, wide, PART, tile.N, tile.K, tile.S, tile.GROUP, programs, *layouts)
+    return Bound(_outer_kernel, constants, device, warps=4, overlap=True, registers=168), programs, layouts[2]
 
 
 def outer(a_RM: torch.Tensor, b_RN: torch.Tensor, spans_E2: torch.Tensor, tile: Sums = _SUMS) -> torch.Tensor:
@@ -196,8 +195,8 @@ def outer(a_RM: torch.Tensor, b_RN: torch.Tensor, spans_E2: torch.Tensor, tile: 
     bound, programs, layout = _bound(tile, sizes, a_RM.dtype, a_RM.device)
     out = torch.empty(sizes, dtype=a_RM.dtype, device=a_RM.device)
     arguments = (
-        ragged(a_RM, (tile.K, tile.M), a_RM.dtype), ragged(b_RN, (tile.K, tile.N), a_RM.dtype),
-        TensorDescriptor.from_tensor(out, [1, tile.M, tile.N // 2], layout), spans_E2,
+        ragged(a_RM, (tile.K, PART), a_RM.dtype), ragged(b_RN, (tile.K, tile.N), a_RM.dtype),
+        TensorDescriptor.from_tensor(out, [1, PART, tile.N // 2], layout), spans_E2,
     )  # fmt: skip
     bound((programs, 1), arguments)
     return out

@@ -41,17 +41,18 @@ class Rows:
 
 @triton.jit
 def _spans_kernel(plan_ptr, spans_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The first tile of an expert says where it begins and ends."""
+    """The first tile of an expert says where it begins, the last where it ends."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = m < tl.load(plan_ptr)
+    m, tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.load(plan_ptr)
+    here = m < tiles
     tile_ptr = plan_ptr + 4 + 4 * m
     e = tl.load(tile_ptr, mask=here, other=-1)
     opens = here & (e != tl.load(tile_ptr - 4, mask=here & (m > 0), other=-1))
+    closes = here & (e != tl.load(tile_ptr + 4, mask=m + 1 < tiles, other=-1))
     tl.store(spans_ptr + 2 * e, tl.load(tile_ptr + 1, mask=opens, other=0), mask=opens)
-    tl.store(spans_ptr + 2 * e + 1, tl.load(tile_ptr + 2, mask=opens, other=0), mask=opens)
+    tl.store(spans_ptr + 2 * e + 1, tl.load(tile_ptr + 2, mask=closes, other=0), mask=closes)
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def spans(schedule: Schedule, E: int) -> torch.Tensor:
     """int32 [E, 2]: first position and end of each expert."""
     out = torch.zeros((E, 2), dtype=torch.int32, device=schedule.plan.device)
     block = min(256, power_of_2(schedule.bound))
-    launch(_spans_kernel, (ceil_div(schedule.bound, block), 1), (schedule.plan, out), (), (block,))
+    launch(_spans_kernel, (ceil_div(schedule.bound, block), 1), (schedule.plan, out), (), (block,), overlap=True)
     return out
 
 
@@ -247,7 +248,7 @@ def route_dots(
     rows, width = (16, min(256, power_of_2(H))) if H else (128, 1)
     arguments = (ids if parts is None else parts, ids, x, y, out, x.stride(0), y.stride(0))
     constants = (columns, E, ids.shape[1], H, a_experts, H > 0, power_of_2(max(columns, 1)), rows, width)
-    launch(_route_dots_kernel, (ceil_div(R, rows), 1), arguments, (R,), constants)
+    launch(_route_dots_kernel, (ceil_div(R, rows), 1), arguments, (R,), constants, overlap=True)
     return out
 
 

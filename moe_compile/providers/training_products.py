@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..activation import derivative
+from ..activation import Activation, derivative
 from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ELEMENT_BYTES, ExpertsSpec
@@ -213,7 +213,7 @@ def _tile(n: int, gather: int = 0) -> Persistent:
 
 
 class HopperProducts(Products):
-    """The same by kernels.hopper, hopper_kept and hopper_outer, mostly from rows in sorted order."""
+    """The same by kernels.hopper, hopper_kept, hopper_act and hopper_outer, mostly from rows in sorted order."""
 
     _copied: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -234,11 +234,38 @@ class HopperProducts(Products):
             return x.new_empty((self.schedule.R, 0)), fc1(*operands, gated=spec.gated, tile=tile, **self._first)
         return fc1_kept(*operands, tile=tile, both=columns == spec.G, **self._first)
 
+    def halves(self, kept: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        from ..kernels.epilogue import epilogue
+        from ..kernels.hopper import fc1
+
+        spec, p, I = self.spec, self.p, self.spec.I
+        if kept is None or not kept.shape[1]:
+            kept, _ = self.first("all")
+        if kept.shape[1] == spec.G:
+            return tuple(kept.split(kept_columns(spec, "half"), 1))  # type: ignore[no-untyped-call]
+        x, gather = self._x()
+        first = fc1(
+            x, (p.gate_up[0][:, :I],), tuple(b[:, :I] for b in p.gate_up_bias[:1]), self.before, self.schedule,
+            epilogue(Activation.parse("identity").expr), gated=False, tile=_tile(256, gather),
+            **{**self._first, "halves": "up"},
+        )  # fmt: skip
+        return first, kept
+
     def second(self, act_RI: torch.Tensor) -> torch.Tensor:
         from ..kernels.hopper import fc2
 
         p = self.p
         return fc2(act_RI, p.down, p.down_bias, self.schedule, k_major=self.down_k_major, tile=_tile(256))
+
+    def act(
+        self, dout_TH: torch.Tensor, halves: tuple[torch.Tensor, ...], parts: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        from ..kernels.hopper_act import act_backward
+
+        return act_backward(
+            self._rows(dout_TH).of, self.p.down, halves, self.after, self.schedule, self.acts,
+            halves=self.spec.gate_up.halves, k_major=self.down_k_major, parts=parts,
+        )  # fmt: skip
 
     def dx(self, dgate_up_RG: torch.Tensor) -> torch.Tensor:
         from ..kernels.hopper import fc2

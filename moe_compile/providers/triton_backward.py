@@ -1,7 +1,8 @@
-"""Training on our grouped Triton kernels: a forward that keeps gate_up_RG, and the gradients of the experts.
+"""Training on our kernels: a forward that keeps gate_up_RG, and the gradients of the experts.
 
 In: ExpertsSpec, the forward's operands, and the gradient of out_TH. Out: as aten_backward.backward. Of the forward only
-gate_up_RG is kept, R x G in x's dtype; the activation is computed again. The formulas are aten_backward's:
+gate_up_RG is kept, R x G in x's dtype, or part of it (`moe.keep`); the rest and the activation are computed again. The
+kernels are training_products.py's. The formulas are aten_backward's:
 
     dv = down[e]^T dout      dw = dv . a + bias . dout      ddown[e] = sum dout (w a)^T
     dgate_up = w dv (act_gate, act_up)      dgate_up[e] = sum dgate_up x^T      dx[t] = sum_k gate_up[e]^T dgate_up

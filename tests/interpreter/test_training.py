@@ -219,6 +219,7 @@ def test_sums(tile):
     spans = outer.spans(schedule, E)
     counts = [(ids == e).sum().item() for e in range(E)]
     assert (spans[:, 1] - spans[:, 0]).tolist() == counts
+    assert torch.equal(outer.spans(sort_routes(ids, E, 48, 16), E), spans)  # whose tiles end at ends of their own
     tokens, positions = torch.randn(40, 24, generator=g), torch.randn(120, 40, generator=g)
     positions[sum(counts) :] = float("nan")  # never written, in use, but for the next
     positions[sum(counts) :][: tile.BLOCK_K] = 0.0

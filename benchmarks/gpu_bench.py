@@ -16,20 +16,21 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for devices keeps forked processes from them
 GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
 TOKENS = tuple(1 << i for i in range(14))
 THEIRS = ("flashinfer", "cudnn")  # other libraries' providers
-PARTS = {"dsv3": 2, "tiny": 2}  # processes of a geometry, others 3; two of dsv3 fill a GPU
+PARTS = {"dsv3": 2, "tiny": 2}  # processes of a geometry, others 4; two of dsv3 fill a GPU
 WEIGHT = {"dsv3": 3.0, "mixtral": 1.6}  # of a cell's time, others 1
 LAST = 3.0  # seconds that writing and the table take
 
@@ -152,24 +153,63 @@ def cost(geometry: str, tokens: list[int]) -> float:
     return WEIGHT.get(geometry, 1.0) * sum(1.7 + T / 1500 for T in tokens)
 
 
+def warm() -> None:
+    """Import what every process needs, before they are forked: each import takes seconds."""
+    for name in (
+        "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.codegen.triton",
+        "torch._inductor.runtime.triton_heuristics", "torch._functorch.aot_autograd",
+        "transformers.models.gpt_oss.modeling_gpt_oss", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode",
+    ):  # fmt: skip
+        importlib.import_module(name)
+
+
+def start(geometry: str, tokens: list[int], folder: Path, gpu: str, arguments: argparse.Namespace) -> None:
+    """A forked process. Where CUDA can't be used in one, a new Python takes its place."""
+    import torch
+
+    os.environ.update(CUDA_VISIBLE_DEVICES=gpu, GPU_BENCH_START=str(START))
+    log = (folder / "log").open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    try:
+        if torch.cuda.is_available():
+            torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        say("starts anew:", error)
+        command = [sys.executable, __file__, *sys.argv[1:], "--work", geometry, ",".join(map(str, tokens)), str(folder)]
+        os.execv(sys.executable, [*command, "--prepared", str(arguments.prepared)])
+    work(geometry, tokens, folder, arguments)
+
+
 def turns(tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float) -> None:
-    """One GPU's processes, each alone on it in turn."""
-    while time.time() < prepared + 20 and any(
-        not (folder / "ready").exists() and processes[folder].poll() is None for _, _, folder in tasks
-    ):
+    """One GPU's processes, each alone on it in turn; from `prepared` on those that are ready, the others after them."""
+
+    def ready(folder: Path) -> bool:
+        return (folder / "ready").exists()
+
+    while time.time() < prepared and not all(ready(f) or not processes[f].is_alive() for _, _, f in tasks):
         time.sleep(0.1)
-    for i, (geometry, tokens, folder) in enumerate(tasks):
-        if not (folder / "ready").exists():
-            say(geometry, folder.name, "is not ready:", processes[folder].poll())
-            processes[folder].kill()
+    left = list(tasks)
+    while left and time.time() < end - LAST:
+        task = next((t for t in left if ready(t[2])), None)
+        if task is None:
+            if not any(processes[f].is_alive() for _, _, f in left):
+                break
+            time.sleep(0.1)
             continue
-        share = cost(geometry, tokens) / sum(cost(g, t) for g, t, _ in tasks[i:])
+        geometry, tokens, folder = task
+        share = cost(geometry, tokens) / sum(cost(g, t) for g, t, _ in left)
         until = time.time() + (end - time.time()) * min(1.0, 1.4 * share)
         write(folder / "turn", str(min(until, end - LAST)))
-        while time.time() < end and not (folder / "done").exists() and processes[folder].poll() is None:
+        while time.time() < end and not (folder / "done").exists() and processes[folder].is_alive():
             time.sleep(0.05)
         processes[folder].kill()
-        processes[folder].wait()
+        processes[folder].join()
+        left.remove(task)
+    for geometry, _, folder in left:
+        say(geometry, folder.name, "had no turn:", "ready" if ready(folder) else "not ready")
+        processes[folder].kill()
 
 
 def deal(cells: list[str], gpus: int) -> list[tuple[str, list[int], str, int]]:
@@ -178,7 +218,7 @@ def deal(cells: list[str], gpus: int) -> list[tuple[str, list[int], str, int]]:
     for text in cells:
         geometry, _, some = text.partition(":")
         tokens = [int(t) for t in some.split(",")] if some else list(TOKENS)
-        many = PARTS.get(geometry, 3)
+        many = PARTS.get(geometry, 4)
         parts += [(geometry, tokens[k::many], f"{geometry}_{k}") for k in range(many) if tokens[k::many]]
     load = [0.0] * gpus
     to: dict[str, int] = {}
@@ -218,26 +258,26 @@ def main() -> None:
         geometry, tokens, folder = arguments.work
         work(geometry, [int(t) for t in tokens.split(",")], Path(folder), arguments)
         return
+    warm()
     import torch
 
     from moe_compile import contest, standing
 
     gpus = arguments.gpus or max(1, torch.cuda.device_count())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
-    prepared, end = START + arguments.prepare, START + arguments.seconds
+    arguments.prepared, end = START + arguments.prepare, START + arguments.seconds
     root = Path(tempfile.mkdtemp(prefix="gpu_bench_"))
     tasks: list[list[tuple[str, list[int], Path]]] = [[] for _ in range(gpus)]
     processes: dict[Path, Any] = {}
     for geometry, tokens, name, gpu in deal(arguments.cells, gpus):
         folder = root / name
         folder.mkdir()
-        command = [sys.executable, __file__, *sys.argv[1:], "--work", geometry, ",".join(map(str, tokens))]
-        command += [str(folder), "--prepared", str(prepared)]
-        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": visible[gpu], "GPU_BENCH_START": str(START)}
-        log = (folder / "log").open("w")
-        processes[folder] = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
+        of = geometry, tokens, folder, visible[gpu], arguments
+        processes[folder] = get_context("fork").Process(target=start, args=of)
+        processes[folder].start()
         tasks[gpu].append((geometry, tokens, folder))
-    threads = [threading.Thread(target=turns, args=(t, processes, prepared, end)) for t in tasks]
+    say(len(processes), "processes")
+    threads = [threading.Thread(target=turns, args=(t, processes, arguments.prepared, end)) for t in tasks]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -15,7 +15,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -92,20 +92,18 @@ def parts(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, tuple[float, float]]
         }
 
 
-def calls(spec: ExpertsSpec, tokens: list[int], p: ExpertWeights) -> list[dict[str, Any]]:
+def calls(spec: ExpertsSpec, tokens: list[int], p: ExpertWeights) -> Iterator[dict[str, Any]]:
     """A row for each provider and T."""
     inputs = {T: tokens_of(spec, T, GPU) for T in tokens}
     several = [(T, c) for T in tokens for name in PROVIDERS if (c := candidate(name, spec, T))]
     with ThreadPoolExecutor(16) as pool, compiling(pool):
         for T, c in several:
             launcher(c, spec, GPU)(*inputs[T], p)
-    rows = []
     for T, c in several:
         times = of_call(c, spec, inputs[T], p, compiled=T in (tokens[0], tokens[-1]))
         print(f"{T:6} {c.provider:16} {times}", flush=True)
         us, least = ({k: v[i] for k, v in times.items()} for i in (0, 1))
-        rows.append({"T": T, "candidate": str(c), "us": us, "least_us": least})
-    return rows
+        yield {"T": T, "candidate": str(c), "us": us, "least_us": least}
 
 
 def chain(rest: tuple[Any, ...], n: int, x: torch.Tensor) -> torch.Tensor:
@@ -124,6 +122,7 @@ def of_call(
     with torch.no_grad():
         times = {"launcher": host(lambda: run(*inputs, p)), "operator": host(lambda: experts(x, *rest))}
         if compiled:
+            torch._dynamo.reset()  # each candidate is another constant of the same code
             one, more = (torch.compile(partial(chain, rest, n), fullgraph=True) for n in (1, 1 + MORE))
             first, all_ = host(lambda: one(x)), host(lambda: more(x), CALLS // 4)
             times["one more in compiled code"] = tuple(round((b - a) / MORE, 2) for a, b in zip(first, all_))
@@ -170,8 +169,9 @@ def main() -> None:
         results["geometries"][name] = found
         found["parts"] = {k: {"us": v[0], "least_us": v[1]} for k, v in parts(spec, p).items()}
         print(name, found["parts"], flush=True)
-        found["calls"] = calls(spec, options.T, p)
-        out.write_text(json.dumps(results, indent=1))
+        for row in calls(spec, options.T, p):
+            found["calls"].append(row)
+            out.write_text(json.dumps(results, indent=1))
         found["first call"] = fresh(spec, p)
         print(found["first call"], flush=True)
         out.write_text(json.dumps(results, indent=1))

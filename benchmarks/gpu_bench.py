@@ -293,7 +293,7 @@ def main() -> None:
             kept.setdefault(geometry, {}).update(json.loads((folder / "memory.json").read_text()))
     if not done:
         raise SystemExit("no cell was timed")
-    found = {**merged(done), "what": contest.__doc__}
+    found = {**merged(done), "what": f"{contest.__doc__}\n{__doc__}"}
     out = Path(os.environ.get("OUT", "."))
     write(out / "h200.json", contest.as_json(found) + "\n")
     write(out / "providers.json", contest.as_json(providers_of(found, kept)) + "\n")

@@ -27,8 +27,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper_parts import _fetch as _fetch
-from .hopper_parts import _place as _place
 from .hopper_parts import fetch_partition, multiply_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sort import Schedule

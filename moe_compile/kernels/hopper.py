@@ -5,11 +5,12 @@ schedule. A program stays on its processor and claims tile after tile. One parti
 as its buffers reach: weights and sorted rows by tensor descriptors, or x's rows gathered by their routes; so the next
 tile's first operands arrive while this one's results are stored. Two or three others multiply 64 rows of the tile each
 (hopper_parts.py), and rest where it has fewer. What limits a large load is what L2 delivers: a tile of 192 rows reads
-an expert's weights once where tiles of 128 read them twice.
+an expert's weights once where tiles of 128 read them twice; but its products are 128 wide, not 256, and its buffers
+three, not four.
 
 `permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time; the copy moves 4 H
-bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: mixtral 5265 us
-gathered, 4895 copied; qwen3_30b 762, 779; H200, 2026-11-30). docs/kernels.md has what else was tried.
+bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: qwen3_30b 707 us
+gathered, 726 copied; gpt_oss_20b 1611, 1581; H200, 2026-12-01). docs/kernels.md has what else was tried.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
 VALID = {"M": (128, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
          "G2": (1, 2, 4, 8, 16, 32, 64), "GATHER": (0, 1)}  # fmt: skip
-# Rows an expert. Below, tiles of 128 are mostly empty (H200, 2026-11-30: with 32 rows 3 to 4 % slower than
-# triton_grouped on qwen3_30b and dsv3, with 64 from 4 % faster on qwen3_30b to 5 % slower on dsv3, with 128 faster).
+# Rows an expert. Below, tiles are mostly empty (H200, 2026-12-01: with 32 rows from 1 % faster than triton_grouped on
+# dsv3 to 4 % slower on gpt_oss_20b, with 64 1 to 5 % faster, with 128 5 to 11 %).
 FEWEST_ROWS = 48
 
 
@@ -131,8 +131,10 @@ def _checked(tactic: Tactic, spec: ExpertsSpec) -> dict[str, int]:
 
 
 def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
-    """Knobs, best first. Copying x into order pays from I of about 1400 up (kernels/hopper.py). Row tiles side by side
-    matter by 1 to 3 %: 32 of them where an expert has so many columns that 8 span several experts.
+    """Knobs, best first: either height of tile, x's rows gathered or copied (which pays from an I between 2048 and 2880
+    up). Row tiles side by side: 8; 32 were at best as fast (H200, 2026-12-01: 0 to 4 % slower on qwen3_30b and
+    qwen3next, 1 to 6 % on gpt_oss_20b, 7 to 12 % on dsv3).
     """
-    n1, gather = 128 if spec.gated else 256, int(spec.I < 1400 and spec.H % 64 == 0)
-    return [dict(zip(KNOBS, (m, n1, group, 256, 8, gather))) for m in (192, 128) for group in (8, 32)]
+    n1 = 128 if spec.gated else 256
+    ways = (0,) if spec.H % 64 else (1, 0) if spec.I < 2560 else (0, 1)
+    return [dict(zip(KNOBS, (m, n1, 8, 256, 8, gather))) for m in (128, 192) for gather in ways]

@@ -55,11 +55,11 @@ def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
 
 def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize."""
-    size = ELEMENT_BYTES[spec.x]
+    size, tall = ELEMENT_BYTES[spec.x], knobs["M"] == 192
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"], K=64,
-            warps=knobs["M"] // 16, stages=4 if knobs["M"] == 128 else 3, products=1, part=64,
+            warps=knobs["M"] // 16, stages=3 if tall else 4, products=2 if tall else 1, part=64,
             tma=i == 2 or not knobs["GATHER"], ahead=True, along="depth" if k_major else "columns", dtype=spec.x,
             x_bytes=size, weight_bytes=size, out_bytes=size,
         )

@@ -254,7 +254,7 @@ def test_the_command_line_solves_crossovers_for_a_device_that_is_not_here(capsys
 
 def test_the_command_line_fits_and_tries_and_writes_only_when_told(capsys, tmp_path, monkeypatch):
     data = json.loads((MEASURED / "offers_h200.json").read_text())
-    data["cells"] = [c for c in data["cells"] if c["geometry"] == "qwen3_30b" and c["T"] in (1, 64, 4096)]
+    data["cells"] = [c for c in data["cells"] if c["geometry"] == "qwen3_30b" and c["T"] in (1, 64, 8192)]
     (tmp_path / "few.json").write_text(json.dumps(data))
     monkeypatch.setattr(calibrate, "CALIBRATION", tmp_path / "calibration.json")
     (tmp_path / "calibration.json").write_text(json.dumps({"devices": {"A100": {"arch": "sm_80"}}}))

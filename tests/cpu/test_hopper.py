@@ -12,6 +12,7 @@ from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_hopper import TritonHopper
 from moe_compile.spec import Layout
 from moe_compile.suite import GEOMETRIES
+from moe_compile.work import Tiled
 
 pytest.importorskip("triton")
 HOPPER = TritonHopper()
@@ -36,10 +37,10 @@ def test_tactics_are_for_many_rows_an_expert_and_build_takes_them():
     for spec in GEOMETRIES.values():
         for tactic, work in HOPPER.tactics(spec, named("H200"), 8192):
             assert HOPPER.work(tactic, spec, named("H200")) == work
-    wide = dataclasses.replace(QWEN, I=2048)
-    for spec, copies in ((QWEN, False), (wide, True), (dataclasses.replace(QWEN, H=2056), True)):
-        for _, work in HOPPER.tactics(spec, named("H200"), 8192):
-            assert any(step.name == "permute" for step in work.steps) == copies
+    for spec, ways in ((QWEN, {True, False}), (dataclasses.replace(QWEN, H=2056), {True})):
+        works = [work for _, work in HOPPER.tactics(spec, named("H200"), 8192)]
+        assert {any(step.name == "permute" for step in work.steps) for work in works} == ways
+        assert {step.M for work in works for step in work.steps if isinstance(step, Tiled)} == {128, 192}
 
 
 @pytest.mark.parametrize(

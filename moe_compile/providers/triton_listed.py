@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..operands import ExpertWeights, Like
+from ..operands import ExpertWeights
 from ..verdict import OK, Reject, Verdict
 from .base import Launcher, Unserved
 
@@ -26,19 +26,14 @@ def alike(weights: ExpertWeights) -> Verdict:
 
 
 def by_table(run: Launcher) -> Launcher:
-    """`run` with a table in the place of each list, where they are `alike`: asked where they are not as before."""
+    """`run` with a table in the place of each list, for lists that are `alike`."""
     from ..kernels.listed import NoTable, tables
-
-    last = Like(())
 
     def found(
         hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
     ) -> torch.Tensor:
-        nonlocal last
-        if not last(tensors := packed.tensors()):
-            if isinstance(able := alike(packed), Reject):
-                raise Unserved(able)
-            last = Like(tensors)
+        if isinstance(able := alike(packed), Reject):
+            raise Unserved(able)
         try:
             packed = tables(packed)
         except NoTable as why:

@@ -188,6 +188,8 @@ def divmod_affine(a: Affine, n: Size) -> tuple[Affine, Affine] | None:
     """(a // n, a % n) where both are affine: terms whose coefficient n divides go up, the rest must be below n."""
     if n == 1:
         return a, ZERO
+    if n == 0:
+        return None
     high: dict[Any, Size] = {}
     low: dict[Any, Size] = {}
     for b, c in a.items:

@@ -51,6 +51,7 @@ _KNOWN: dict[Any, TensorMaps] = {}
 
 
 def maps_of(descriptor: Any, meta: Any) -> TensorMaps:
+    """Those of the descriptor's kind; meta: what Triton's launcher knows of it."""
     key = (tuple(descriptor.shape), tuple(descriptor.strides), descriptor.padding, repr(meta))
     found = _KNOWN.get(key)
     if found is None:

@@ -107,7 +107,7 @@ def route(
     choice_TE = s_TE if bias_E is None else s_TE + bias_E
     if spec.groups > 1:
         choice_TE = choice_TE.masked_fill(~in_best_groups(spec, choice_TE), spec.group_fill)
-    if spec.K == 1:
+    if spec.ties == "first":
         values_TK, ids_TK = choice_TE.max(dim=-1, keepdim=True)
     else:
         values_TK, ids_TK = torch.topk(choice_TE, spec.K, dim=-1)

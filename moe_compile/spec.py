@@ -49,6 +49,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid")
 GROUP_SCORES = ("none", "max", "top2_sum")
 RENORMS = ("none", "sum", "sum_plus_eps", "sum_at_least_eps")
 VALUES = ("score", "choice")
+TIES = ("any", "first")
 
 _QUIET = MappingProxyType({"quiet": True})  # of a field that is printed only where it differs from its default
 
@@ -201,8 +202,8 @@ class RouterSpec:
        wider of the score's dtype, the scale operand's and `out`.
 
     Ties: both top-ks are torch.topk, which takes any of equal scores (other ones on other devices) and holds NaN for
-    the greatest; K = 1 takes the first of them, as argmax does. The slots of a token are in any order: the experts' sum
-    does not depend on it.
+    the greatest. ties=first, with K = 1, is argmax, which takes the first. The slots of a token are in any order: the
+    experts' sum does not depend on it.
     """
 
     E: int
@@ -221,16 +222,20 @@ class RouterSpec:
     expert_scale: bool = False
     logits: str = "bf16"
     out: str = "f32"
+    ties: str = dataclasses.field(default="any", metadata=_QUIET)
 
     def __post_init__(self) -> None:
         _check("RouterSpec", "score", self.score, SCORES)
         _check("RouterSpec", "group_score", self.group_score, GROUP_SCORES)
         _check("RouterSpec", "values", self.values, VALUES)
         _check("RouterSpec", "renorm", self.renorm, RENORMS)
+        _check("RouterSpec", "ties", self.ties, TIES)
         for field in ("score_dtype", "logits", "out"):
             _check("RouterSpec", field, getattr(self, field), DTYPES)
         if not 1 <= self.K <= self.E:
             raise ValueError(f"RouterSpec: K={self.K} must be in 1..E={self.E}")
+        if self.ties == "first" and self.K != 1:
+            raise ValueError(f"RouterSpec: ties=first is for K=1, not K={self.K}")
         if self.groups < 1 or self.E % self.groups or not 1 <= self.top_groups <= self.groups:
             sizes = f"groups={self.groups} must divide E={self.E}, top_groups={self.top_groups} be in 1..groups"
             raise ValueError(f"RouterSpec: {sizes}")

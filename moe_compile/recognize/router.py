@@ -108,7 +108,7 @@ class _Router:
             E=self.choice.E, K=self.block.spec.K, score=score, score_dtype=_short(self.dtype), bias=bias is not None,
             **self.choice.fields, values=values, renorm=renorm, eps=eps, scale=scale,
             expert_scale=expert_scale is not None, logits=_short(fake(logits).dtype),
-            out=_short(self.out),
+            out=_short(self.out), ties="first" if self.choice.argmax else "any",
         )  # fmt: skip
         for leaf in leaves(body), [t for t in (bias, expert_scale) if t is not None]:
             late = [t for t in leaf if not self.walk.current(t)]

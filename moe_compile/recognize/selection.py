@@ -6,6 +6,7 @@ experts are chosen by anything else. All of it is exact: no cast is looked throu
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.fx
 from ..algebra.affine import Axis, axis_index, flat, times
 from ..algebra.layout import Val, number_of
 from ..algebra.terms import Term, Terms, find
+from ..canonical import canonical
 from ..nodes import fake
 from ..verdict import Unproved
 from .reading import sizes_of, strip
@@ -28,6 +30,9 @@ class Selection:
     def __init__(self, walk: Walk, ids: torch.fx.Node) -> None:
         self.walk, self.terms = walk, walk.terms
         self.value = walk.selections[ids]
+        made = ids.args[0] if ids.target is operator.getitem else ids
+        call = canonical(made) if isinstance(made, torch.fx.Node) else None
+        self.argmax = call is not None and call.op in ("argmax", "amax")  # amax: the index that `max` gives with it
         if not self.value.dtype.is_floating_point:
             raise Unproved("the experts are chosen by something else than scores", str(self.value.dtype))
         self.E = self.value.sizes[-1]

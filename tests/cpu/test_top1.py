@@ -170,9 +170,33 @@ def test_ids_of_another_kind_are_no_choice(which: str) -> None:
 
 
 def test_of_equal_scores_the_first_is_taken() -> None:
-    spec = RouterSpec(E=E, K=1, score="softmax", logits="f32")
+    spec = RouterSpec(E=E, K=1, score="softmax", logits="f32", ties="first")
+    assert RouterSpec.parse(str(spec)) == spec
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, torch.nan, 9.0, torch.nan]])
     weights, ids = reference.route(spec, logits)
     assert ids.tolist() == [[1], [0], [0]]  # a softmax of one NaN is NaN everywhere
     assert torch.equal(ids, F.softmax(logits, dim=-1).argmax(-1, keepdim=True))
     torch.testing.assert_close(weights, F.softmax(logits, dim=-1).max(-1, keepdim=True)[0], equal_nan=True)
+
+
+def test_a_top_k_of_one_takes_what_torch_takes() -> None:
+    spec = RouterSpec(E=8, K=1, score="sigmoid", logits="f32")
+    logits = torch.zeros(300, 8)
+    assert torch.equal(reference.route(spec, logits)[1], logits.sigmoid().topk(1).indices)
+    with pytest.raises(ValueError, match="ties=first is for K=1"):
+        RouterSpec(E=8, K=2, ties="first")
+
+
+def chosen_by_top_k(logits: Tensor) -> Any:
+    values, ids = F.softmax(logits, dim=-1).topk(1, dim=-1)
+    return values.squeeze(-1), ids.squeeze(-1)
+
+
+@pytest.mark.parametrize(("choose", "ties"), [(best, "first"), (gathered, "first"), (chosen_by_top_k, "any")])
+def test_the_spec_says_which_of_equal_scores(choose: Choice, ties: str) -> None:
+    def program(x: Tensor, router: Tensor, *weights: Tensor) -> Any:
+        return masked(x, router, weights, choose)
+
+    (region,) = recognize(graphs.trace(program, listed())).regions
+    assert region.spec.router is not None
+    assert region.spec.router.ties == ties

@@ -73,7 +73,9 @@ def test_bisect():
 def test_plan():
     heading, *rows = main_of("06_plan.py")()
     assert heading[:3] == ("tokens", "us", "limit")
-    assert [r[4] for r in rows] == ["memory"] * (len(rows) - 1) + ["compute"]
+    # all experts' weights at 4.8 TB/s take as long as the FLOP of 3296 tokens at 989 TFLOP/s
+    assert [r[4] for r in rows] == ["compute" if int(r[0]) > 3296 else "memory" for r in rows]
+    assert {r[4] for r in rows} == {"compute", "memory"}
     assert rows[-1][:1] == ("8192",) and rows[-1][2] == "625.4"  # 8192 * 8 * 2 * 3 * 2048 * 768 FLOP / 989 TFLOP/s
 
 

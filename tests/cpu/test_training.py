@@ -79,7 +79,7 @@ launch.Bound._compile = compile_only
 def bf16(*shape):
     return torch.empty(shape, dtype=torch.bfloat16)
 swiglu = {"E": 4, "K": 2, "H": 256, "I": 136, "act": Activation.parse("swiglu")}
-gpt = {"gate_up": Layout(storage="EHG", halves="gate_up_interleaved"), "down": "EIH", "bias": "both", "I": 1408}
+gpt = {"gate_up": Layout(storage="EHG", halves="gate_up_interleaved"), "down": "EIH", "bias": "both", "I": 2880}
 for keep, changes in (("half", {}), ("all", gpt)):
     spec, T = ExpertsSpec(**{**swiglu, **changes}), 512
     *first, down = (bf16(*s) for s in spec.weight_shapes())

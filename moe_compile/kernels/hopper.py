@@ -178,6 +178,30 @@ def _swizzled(shape: list[int], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
+def weights_box(halves: str, n: int, k_major: bool) -> tuple[int, list[int], list[int]]:
+    """For n columns of a tile: where gate and up rows are, the box of the weights' descriptor, a buffer's shape."""
+    if halves == "up":
+        kind, box, shape = ALONE, [1, n, DEPTH], [1, n, DEPTH]
+    elif halves.endswith("interleaved"):
+        kind, box, shape = ALTERNATING, [1, 2 * n, DEPTH], [1, 2 * n, DEPTH]
+    elif halves == "separate":
+        kind, box, shape = TENSORS, [1, n, DEPTH], [2, n, DEPTH]
+    else:
+        kind, box, shape = BLOCKS, [1, 2, n, DEPTH], [1, 2, n, DEPTH]
+    if not k_major:
+        assert kind in (ALONE, ALTERNATING), halves
+        box = shape = [1, DEPTH, box[1]]
+    return kind, box, shape
+
+
+def processors(device: torch.device) -> int:
+    """How many programs stay on `device`, one a processor; where there is none to ask, an H200's."""
+    if device.type != "cuda":
+        return 132
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
 @lru_cache(1024)
 def _bound(
     tile: Persistent, first: bool, act: Any, choices: int, sizes: tuple[int, int], halves: str, k_major: bool,
@@ -187,20 +211,10 @@ def _bound(
     H, I = sizes
     depth, columns = (H, I) if first else (I, H)
     gather = first and bool(tile.GATHER)
-    if not first or halves == "up":
-        kind, box, shape = ALONE, [1, tile.N, DEPTH], [1, tile.N, DEPTH]
-    elif halves.endswith("interleaved"):
-        kind, box, shape = ALTERNATING, [1, 2 * tile.N, DEPTH], [1, 2 * tile.N, DEPTH]
-    elif halves == "separate":
-        kind, box, shape = TENSORS, [1, tile.N, DEPTH], [2, tile.N, DEPTH]
-    else:
-        kind, box, shape = BLOCKS, [1, 2, tile.N, DEPTH], [1, 2, tile.N, DEPTH]
-    if not k_major:
-        assert kind in (ALONE, ALTERNATING), halves
-        box = shape = [1, DEPTH, box[1]]
+    kind, box, shape = weights_box(halves if first else "up", tile.N, k_major)
     rows = [PART, DEPTH]
     w_layout, a_layout = _swizzled(box, dtype), _swizzled(rows, dtype)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    programs = processors(device)
     three = tile.PARTS == 3
     buffers = tile.S or (3 if three else 4)
     constants = (

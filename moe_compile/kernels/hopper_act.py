@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import ALONE, ALTERNATING, BLOCKS, ROWS, _swizzled
+from .hopper import ALONE, ALTERNATING, BLOCKS, ROWS, _swizzled, processors
 from .hopper_outer import WARPS, at, ragged, send
 from .hopper_parts import _fetch, _place
 from .kept import placed
@@ -279,7 +279,7 @@ def _bound(
         "kept": [ROWS, width], "dkept": [1, 1, ROWS, width], "act": [1, 1, ROWS, PIECE],
     }  # fmt: skip
     layouts = {name: _swizzled(box, dtype) for name, box in boxes.items()}
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    programs = processors(device)
     constants = (
         *sizes, k_major, kind, gate_first, weights is not None, parts, *acts, ROWS, COLUMNS, DEPTH, PIECE, S, P, GROUP,
         programs, layouts["dout"], layouts["down"], width, layouts["kept"], layouts["dkept"], layouts["act"], WARPS,

@@ -18,15 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import ALONE, ALTERNATING, BLOCKS, DEPTH, ROWS, TENSORS, Persistent, _swizzled
+from .hopper import DEPTH, ROWS, TENSORS, Persistent, _swizzled, processors, weights_box
 from .hopper_outer import WARPS, at, ragged, send
-from .hopper_parts import _fetch, _gather, _place
+from .hopper_parts import _fetch, _gather, _place, fetch_weights, multiply
 from .kept import placed
 from .launch import Bound, ceil_div
 from .sort import Schedule
@@ -61,15 +59,7 @@ def _fetch_partition(
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
             mbarrier.expect(full.index(s), BYTES)
-            if HALVES == 2:
-                _fetch(w, [e, 0, n0, k0], full.index(s), b_bufs.index(s))
-            elif HALVES == 3:
-                _fetch(w, [e, n0, k0], full.index(s), b_bufs.index(s).slice(0, 1))
-                _fetch(v, [e, n0, k0], full.index(s), b_bufs.index(s).slice(1, 1))
-            elif K_MAJOR:
-                _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full.index(s), b_bufs.index(s))
-            else:
-                _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full.index(s), b_bufs.index(s))
+            fetch_weights(w, v, e, n0, k0, full.index(s), b_bufs.index(s), HALVES, K_MAJOR)
             if GATHER:
                 _gather(a_bufs.index(s), ptrs + k0, mask=here)
                 async_copy.mbarrier_arrive(full.index(s), increment_count=False)
@@ -95,7 +85,6 @@ def _multiply_partition(
     GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr, stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr,
     SCALE: gl.constexpr, BOTH: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    S: gl.constexpr = a_bufs.type.shape[0]
     WIDTH: gl.constexpr = N if HALVES == 0 else 2 * N
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, WIDTH, 16])
     count = 0
@@ -103,22 +92,9 @@ def _multiply_partition(
         m, column = _place(pid, tiles, COLUMNS, GROUP)
         tile_ptr = plan_ptr + 4 + 4 * m
         e, first, end = gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2)
-        acc = gl.zeros((M, WIDTH), gl.float32, mma)
-        for k0 in range(0, K, BK):
-            s = count % S
-            mbarrier.wait(full.index(s), (count // S) & 1)
-            if GATHER:
-                fence_async_shared()  # gathered rows came by ordinary stores
-            if K_MAJOR:
-                b = b_bufs.index(s).reshape([WIDTH, BK]).permute((1, 0))
-            else:
-                b = b_bufs.index(s).reshape([BK, WIDTH])
-            acc = warpgroup_mma(a_bufs.index(s), b, acc, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=k0 > 0)
-            count += 1
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((count + S - 1) % S), count=1)
+        acc, count = multiply(
+            gl.zeros((M, WIDTH), gl.float32, mma), count, a_bufs, b_bufs, full, empty, 0, 1, BK, K, GATHER, K_MAJOR
+        )
 
         if HALVES == 1:
             one, two = gl.split(gl.reshape(acc, (M, N, 2)))
@@ -210,19 +186,9 @@ def _bound(
 ) -> tuple[Bound, tuple[int, ...], Any, Any, int]:  # fmt: skip
     """The kernel, the weights' box and layout, the rows' layout, and how many programs run."""
     (H, I), gather = sizes, bool(tile.GATHER)
-    if halves == "up":
-        kind, box, shape = ALONE, [1, tile.N, DEPTH], [1, tile.N, DEPTH]
-    elif halves.endswith("interleaved"):
-        kind, box, shape = ALTERNATING, [1, 2 * tile.N, DEPTH], [1, 2 * tile.N, DEPTH]
-    elif halves == "separate":
-        kind, box, shape = TENSORS, [1, tile.N, DEPTH], [2, tile.N, DEPTH]
-    else:
-        kind, box, shape = BLOCKS, [1, 2, tile.N, DEPTH], [1, 2, tile.N, DEPTH]
-    if not k_major:
-        assert kind in (ALONE, ALTERNATING), halves
-        box = shape = [1, DEPTH, box[1]]
+    kind, box, shape = weights_box(halves, tile.N, k_major)
     w_layout, a_layout = _swizzled(box, dtype), _swizzled([ROWS, DEPTH], dtype)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    programs = processors(device)
     constants = (
         choices, H, I, ROWS, tile.N, DEPTH, S, tile.GROUP, programs, gather, kind,
         not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,

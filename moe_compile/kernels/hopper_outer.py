@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import PART, _swizzled
+from .hopper import PART, _swizzled, processors
 from .hopper_parts import _fetch
 from .launch import Bound, ceil_div
 
@@ -181,7 +181,7 @@ def _bound(tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: 
     """The kernel, how many programs run, and the layout of a stored part of a tile."""
     E, M, N = sizes
     high, wide = ceil_div(M, 2 * PART), ceil_div(N, tile.N)
-    programs = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    programs = processors(device)
     layouts = [_swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.N // 2])]
     tiles = E * high * wide
     programs = min(programs, tiles)

@@ -79,6 +79,20 @@ def _copy_rows(buffer, x_ptr, tokens, k0, stride_xt, BK: gl.constexpr, LAYOUT: g
 
 
 @gluon.jit
+def fetch_weights(w, v, e, n0, k0, full, buffer, HALVES: gl.constexpr, K_MAJOR: gl.constexpr):
+    """Columns n0.. of expert e's weights (HALVES: of gate and of up) at k0, on their way to `buffer`."""
+    if HALVES == 2:
+        _fetch(w, [e, 0, n0, k0], full, buffer)
+    elif HALVES == 3:
+        _fetch(w, [e, n0, k0], full, buffer.slice(0, 1))
+        _fetch(v, [e, n0, k0], full, buffer.slice(1, 1))
+    elif K_MAJOR:
+        _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full, buffer)
+    else:
+        _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full, buffer)
+
+
+@gluon.jit
 def fetch_partition(
     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
     CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
@@ -113,15 +127,7 @@ def fetch_partition(
             else:
                 for i in gl.static_range(PARTS):
                     mbarrier.expect(full.index(s), B_BYTES + (i + 1) * A_BYTES, pred=parts == i + 1)
-            if HALVES == 2:
-                _fetch(w, [e, 0, n0, k0], full.index(s), b_bufs.index(s))
-            elif HALVES == 3:
-                _fetch(w, [e, n0, k0], full.index(s), b_bufs.index(s).slice(0, 1))
-                _fetch(v, [e, n0, k0], full.index(s), b_bufs.index(s).slice(1, 1))
-            elif K_MAJOR:
-                _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full.index(s), b_bufs.index(s))
-            else:
-                _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full.index(s), b_bufs.index(s))
+            fetch_weights(w, v, e, n0, k0, full.index(s), b_bufs.index(s), HALVES, K_MAJOR)
             if GATHER:
                 _copy_rows(a_bufs.index(s * PARTS), x_ptr, tokens, k0, stride_xt, BK, layout)
                 if parts > 1:
@@ -135,6 +141,32 @@ def fetch_partition(
                     _fetch(a, [first + i * M, k0], full.index(s), a_bufs.index(s * PARTS + i), pred=i < parts)
             count += 1
         pid = following
+
+
+@gluon.jit
+def multiply(
+    acc, count, a_bufs, b_bufs, full, empty, PART: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr,
+    K: gl.constexpr, GATHER: gl.constexpr, K_MAJOR: gl.constexpr,
+):  # fmt: skip
+    """(acc and the products of a tile, buffers used so far): rows of part PART of PARTS, whose buffers lie in turn."""
+    S: gl.constexpr = full.type.shape[0]
+    WIDTH: gl.constexpr = acc.shape[1]
+    for k0 in range(0, K, BK):
+        s = count % S
+        mbarrier.wait(full.index(s), (count // S) & 1)
+        if GATHER:
+            fence_async_shared()  # gathered rows came by ordinary stores
+        if K_MAJOR:
+            b = b_bufs.index(s).reshape([WIDTH, BK]).permute((1, 0))
+        else:
+            b = b_bufs.index(s).reshape([BK, WIDTH])
+        acc = warpgroup_mma(a_bufs.index(s * PARTS + PART), b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=k0 > 0)  # the product before is done
+        count += 1
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(empty.index((count + S - 1) % S), count=1)
+    return acc, count
 
 
 @gluon.constexpr_function
@@ -201,7 +233,6 @@ def _multiply_tile(
     ACT: gl.constexpr,
 ):  # fmt: skip
     """A partition's rows of a tile, `first` and on. `count`: buffers used before."""
-    S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     WIDTH: gl.constexpr = N if HALVES == 0 else 2 * N
     # where threads start with 128 registers, ptxas takes no product 256 wide
@@ -217,22 +248,9 @@ def _multiply_tile(
             scale = gl.load(route_weight_ptr + route).to(gl.float32)
         if not FIRST:
             rows = route
-    acc = gl.zeros((M, WIDTH), gl.float32, mma)
-    for k0 in range(0, K, BK):
-        s = count % S
-        mbarrier.wait(full.index(s), (count // S) & 1)
-        if GATHER:
-            fence_async_shared()  # gathered rows came by ordinary stores
-        if K_MAJOR:
-            b = b_bufs.index(s).reshape([WIDTH, BK]).permute((1, 0))
-        else:
-            b = b_bufs.index(s).reshape([BK, WIDTH])
-        acc = warpgroup_mma(a_bufs.index(s * PARTS + PART), b, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=k0 > 0)  # the product before is done
-        count += 1
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    mbarrier.arrive(empty.index((count + S - 1) % S), count=1)
+    acc, _ = multiply(
+        gl.zeros((M, WIDTH), gl.float32, mma), count, a_bufs, b_bufs, full, empty, PART, PARTS, BK, K, GATHER, K_MAJOR
+    )
 
     if HALVES > 1:
         one, two = _columns(acc, 2 * N)

@@ -86,8 +86,9 @@ def training() -> Iterator[str]:
         for T, train, keep in ((40, "grouped", "all"), (300, "auto", "all"), (300, "auto", "half")):
             x, ids, w, p = operands(spec, T)
             tiles = triton_backward.tiles_of(spec, T, facts(GPU), train)
-            out, kept = triton_backward.forward(spec, x, ids, w, p, tiles, keep)
-            triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles)
+            out, kept, order = triton_backward.forward(spec, x, ids, w, p, tiles, keep)
+            needs = [True] * (2 + len(p.tensors()))
+            triton_backward.backward(spec, out, x, ids, w, p, kept, needs, tiles, order)
             yield f"training, {name}, T={T}: train={train} keep={keep} hopper={tiles.hopper}"
 
 

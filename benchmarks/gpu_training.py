@@ -36,7 +36,7 @@ from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.finalize import finalize
 from moe_compile.kernels.grouped import Tile, fc2
 from moe_compile.kernels.kept import fc1_kept
-from moe_compile.kernels.outer import Rows, outer, spans
+from moe_compile.kernels.outer import Rows, outer
 from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
 from moe_compile.providers import aten_backward, triton_backward, triton_grouped
@@ -76,8 +76,8 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
     )
     ids = tokens_of(spec, T)[1] if on_gpu else torch.zeros(T, spec.K, dtype=torch.int64)
     w = torch.rand(T, spec.K, device=device)
-    schedule = sort_routes(ids, spec.E, 128)
-    ends = spans(schedule, spec.E)
+    schedule = sort_routes(ids, spec.E, 128, inverse=True)
+    ends = schedule.ends(spec.E)
     expr = spec.act.expr
     act = epilogue(expr)
     acts = (act, epilogue(derivative(expr, "gate")), epilogue(derivative(expr, "up")))
@@ -120,7 +120,7 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         ),
         "ddown hopper": hopper_sums(a, down_k_major),
         "dgate_up hopper": hopper_sums(kept, not k_major),
-        "spread": lambda tile: spread.spread(x, ids, spread.positions(schedule), spec.E),
+        "spread": lambda tile: spread.spread(x, ids, schedule, spec.E),
         "fc1": lambda tile: fc1_kept(
             x, p.gate_up, p.gate_up_bias, None, schedule, act, sizes=(spec.H, spec.I), k_major=k_major, tile=tile,
             **common,
@@ -135,7 +135,7 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         "dgate_up": sums(Rows(of=kept), x_rows, k_major, False),
         "dgate_up whole": sums(Rows(of=kept), x_rows, k_major, True),
         "finalize": lambda tile: finalize(y, ids, w, spec.E, x.dtype),
-        "sort": lambda tile: sort_routes(ids, spec.E, 128),
+        "sort": lambda tile: sort_routes(ids, spec.E, 128, inverse=True),
     }  # fmt: skip
 
 
@@ -216,9 +216,9 @@ def check(name: str, T: int = 300) -> list[Any]:
     wanted = torch.autograd.grad(want, exact, dout.double())
     needs = [True] * len(each)
     base = aten_backward.backward(spec, dout, x, ids, w, p, needs)
-    out, kept = triton_backward.forward(spec, x, ids, w, p)
+    out, kept, order = triton_backward.forward(spec, x, ids, w, p)
     rows = [{"geometry": name, "of": "out", "rms": relative(out, want)}]
-    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs)
+    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs, order=order)
     again = triton_backward.backward(spec, dout, x, ids, w, p, None, needs)
     names = ["hidden", "weights", *("gate_up",) * n, "down", *("gate_up_bias",) * len(p.gate_up_bias), "down_bias"]
     for what, a, b, c, d in zip(names, got, base, again, wanted):

@@ -5,8 +5,9 @@ any device at every stage (eager, fake, functionalized, inference_mode, autocast
 dtypes, so autocast is off inside. The plan picks a kernel by the real token count. Gradients of gradients raise.
 
 Where a gradient is wanted, `experts` is `experts_training`, which also returns what the backward reads beside the
-inputs: of gate_up_RG (T*K x G in spec.x) what the plan keeps where its Triton kernels train the spec, whose backward is
-two operators (triton_backward.py has why); else no rows, and `experts_backward` (aten's) computes all of it again.
+inputs: of gate_up_RG (T*K x G in spec.x) what the plan keeps, and the routes' order, where its Triton kernels train the
+spec, whose backward is two operators (triton_backward.py has why); else nothing, and `experts_backward` (aten's)
+computes all of it again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .hardware import facts
 from .operands import ExpertWeights, checker
 from .providers import Candidate, Launcher, Plan, bypassing, launcher, triton_backward, triton_route
 from .providers.aten_backward import backward as _aten_backward
-from .providers.training_products import kept_columns, tiles_of
+from .providers.training_products import tiles_of
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
 _LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -36,10 +37,10 @@ _OPERANDS = (
 )
 for _schema in (
     f"experts({_OPERANDS}, str plan) -> Tensor",
-    f"experts_training({_OPERANDS}, str plan) -> (Tensor, Tensor)",
+    f"experts_training({_OPERANDS}, str plan) -> (Tensor, Tensor, Tensor)",
     f"experts_backward(Tensor grad, {_OPERANDS}, bool[] needs) -> Tensor[]",
-    f"experts_backward_down(Tensor grad, {_OPERANDS}, str plan, Tensor? kept, bool[] needs) -> Tensor[]",
-    f"experts_backward_gate_up(Tensor dgate_up, {_OPERANDS}, str plan, bool[] needs) -> Tensor[]",
+    f"experts_backward_down(Tensor grad, {_OPERANDS}, str plan, Tensor? kept, Tensor? order, bool[] needs) -> Tensor[]",
+    f"experts_backward_gate_up(Tensor dgate_up, {_OPERANDS}, str plan, Tensor? order, bool[] needs) -> Tensor[]",
     "route(Tensor logits, Tensor? bias, Tensor? expert_scale, str spec) -> (Tensor, Tensor)",
     "route_backward(Tensor grad, Tensor logits, Tensor ids, Tensor? expert_scale, str spec, bool[] needs) -> Tensor[]",
 ):
@@ -107,8 +108,9 @@ def _experts_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> Tensor:
     return hidden.new_empty((hidden.shape[0], parsed.H), dtype=torch_dtype(parsed.out))
 
 
-def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-    """(what `experts` returns, what is kept of gate_up_RG or no rows of it)."""
+def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(what `experts` returns, what is kept of gate_up_RG, the routes' order): triton_backward.forward's, or of the
+    last two no rows."""
     *operands, spec, plan = rest
     call = _call(spec, plan, hidden.device)
     call.check(hidden, ids, weights, *operands)
@@ -118,16 +120,20 @@ def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest
             tiles = tiles_of(call.spec, hidden.shape[0], facts(hidden.device), call.plan.train)
             return triton_backward.forward(call.spec, hidden, ids, weights, packed, tiles, call.plan.keep)
         out = (call.only or call.launcher(hidden.shape[0]))(hidden, ids, weights, packed)
-        return out, hidden.new_empty((0, call.spec.G))
+        return out, *_nothing_kept(call.spec, hidden)
 
 
-def _experts_training_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> tuple[Tensor, Tensor]:
+def _nothing_kept(spec: ExpertsSpec, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return hidden.new_empty((0, spec.G)), hidden.new_empty(0, dtype=torch.int32)
+
+
+def _experts_training_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
     weights, *tensors, spec, plan = operands
     call = _call(spec, plan, hidden.device)
     out = _experts_fake(hidden, ids, weights, *tensors, spec, plan)
     if not call.trains(ExpertWeights.of(call.spec, *tensors)):
-        return out, hidden.new_empty((0, call.spec.G))
-    return out, hidden.new_empty((hidden.shape[0] * call.spec.K, kept_columns(call.spec, call.plan.keep)))
+        return out, *_nothing_kept(call.spec, hidden)
+    return out, *triton_backward.empty_kept(call.spec, hidden, call.plan.keep)
 
 
 def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
@@ -143,19 +149,19 @@ def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
         return plain
 
 
-def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     *single, post_scale, ctx.spec, ctx.plan = inputs
     hidden, ids, weights, *lists = single
     ctx.lengths = list(map(len, lists))
     call = _call(ctx.spec, ctx.plan, hidden.device)
     operands = (*lists, post_scale)
-    kept = output[1] if call.trains(ExpertWeights.of(call.spec, *operands)) else None
+    kept = output[1:] if call.trains(ExpertWeights.of(call.spec, *operands)) else (None, None)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, ids, weights, post_scale, kept, *(t for several in lists for t in several))
+    ctx.save_for_backward(hidden, ids, weights, post_scale, *kept, *(t for several in lists for t in several))
 
 
-def _experts_grads(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
-    hidden, ids, weights, post_scale, kept, *rest = ctx.saved_tensors
+def _experts_grads(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    hidden, ids, weights, post_scale, kept, order, *rest = ctx.saved_tensors
     lists = _split(rest, ctx.lengths)
     if grad is None:
         return None, None, None, *([None] * n for n in ctx.lengths), None, None, None
@@ -168,11 +174,11 @@ def _experts_grads(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any
     else:
         down = triton_backward.of_down(*_packed(operands[3:]))
         here = [n and d for n, d in zip(needs, down, strict=True)]
-        dgate_up, *first = namespace.experts_backward_down(grad, *operands, ctx.plan, kept, here)
+        dgate_up, *first = namespace.experts_backward_down(grad, *operands, ctx.plan, kept, order, here)
         del kept  # and autograd's hold of it, unless the graph is retained
         ctx.maybe_clear_saved_tensors()
         here = [n and not d for n, d in zip(needs, down)]
-        second = namespace.experts_backward_gate_up(dgate_up, *operands, ctx.plan, here)
+        second = namespace.experts_backward_gate_up(dgate_up, *operands, ctx.plan, order, here)
         found = triton_backward.merged(first, second, needs, down)
     grads = iter(found)
     d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
@@ -214,19 +220,19 @@ def _experts_backward_down(
 ) -> list[Tensor]:
     """[dgate_up_RG, and the gradients that `needs` names of those that are triton_backward.of_down].
 
-    kept: of gate_up_RG, as experts_training returned it; without it, all is computed again.
+    kept, order: as experts_training returned them; without, they are computed again.
     """
-    *operands, plan, kept, needs = rest
+    *operands, plan, kept, order, needs = rest
     with bypassing():
         spec, packed = _packed(operands)
         tiles = tiles_of(spec, hidden.shape[0], facts(hidden.device), Plan.parse(plan).train)
-        return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs, tiles)
+        return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs, tiles, order)
 
 
 def _experts_backward_down_fake(
     grad: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
-    *operands, _, _, needs = rest
+    *operands, _, _, _, needs = rest
     spec, _ = _packed(operands)
     dgate_up = hidden.new_empty((hidden.shape[0] * spec.K, spec.G))
     return [dgate_up, *_experts_backward_fake(grad, hidden, ids, weights, *operands, needs)]
@@ -236,15 +242,15 @@ def _experts_backward_gate_up(
     dgate_up: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     """The other gradients that `needs` names, of what experts_backward_down returned first."""
-    *operands, plan, needs = rest
+    *operands, plan, order, needs = rest
     with bypassing():
         spec, packed = _packed(operands)
         tiles = tiles_of(spec, hidden.shape[0], facts(hidden.device), Plan.parse(plan).train)
-        return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs, tiles)
+        return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs, tiles, order)
 
 
 def _experts_backward_gate_up_fake(dgate_up: Tensor, *rest: Any) -> list[Tensor]:
-    *operands, _, needs = rest
+    *operands, _, _, needs = rest
     return _experts_backward_fake(dgate_up, *operands, needs)
 
 

@@ -1,7 +1,7 @@
 """The gradients of the weights for Hopper: outer.outer over rows in sorted order, warps that fetch beside warps that
 multiply (Gluon).
 
-In: a [R, M] and b [R, N] by position of the sorted routes, and outer.spans. Out: out[e] = sum_p a[p]^T b[p] over e's
+In: a [R, M] and b [R, N] by position of the sorted routes, and Schedule.ends. Out: out[e] = sum_p a[p]^T b[p] over e's
 positions, cast once; zero for an expert without routes. The torch twin is outer.outer_reference.
 A program stays on its processor and takes tiles in turn; one partition fetches as far ahead as its buffers reach, the
 other multiplies. Both operands come by tensor descriptors that end where the expert's rows do (`ragged`): a

@@ -1,8 +1,7 @@
 """Sums over the routes of each expert: outer products (gradients of weights), row sums (of biases); and of each route.
 
-In: operands over the sorted routes of a Schedule (position p), or over tokens (read at the token of position p), and
-`spans`. Out, for each expert e with positions [first, end):
-  spans     int32 [E, 2]: (first, end), (0, 0) for an expert without routes
+In: operands over the sorted routes of a Schedule (position p), or over tokens (read at the token of position p). Out,
+for each expert e with positions [first, end):
   outer     out[e] = sum_p a[p]^T b[p], cast once
   row_sum   out[e] = sum_p w[p] a[p], cast once
   route_dots   for each route the sum of its parts, plus a row of one tensor times a row of another (of weights_TK)
@@ -37,22 +36,6 @@ class Rows:
     of: torch.Tensor
     tokens: bool = False
     weights_TK: torch.Tensor | None = None
-
-
-@triton.jit
-def _spans_kernel(plan_ptr, spans_ptr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The first tile of an expert says where it begins, the last where it ends."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, tiles = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.load(plan_ptr)
-    here = m < tiles
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e = tl.load(tile_ptr, mask=here, other=-1)
-    opens = here & (e != tl.load(tile_ptr - 4, mask=here & (m > 0), other=-1))
-    closes = here & (e != tl.load(tile_ptr + 4, mask=m + 1 < tiles, other=-1))
-    tl.store(spans_ptr + 2 * e, tl.load(tile_ptr + 1, mask=opens, other=0), mask=opens)
-    tl.store(spans_ptr + 2 * e + 1, tl.load(tile_ptr + 2, mask=closes, other=0), mask=closes)
 
 
 @triton.jit
@@ -177,14 +160,6 @@ def _route_dots_kernel(
             acc += a * tl.load(b_rows + h[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(acc, axis=1)
     tl.store(out_ptr + r, total.to(out_ptr.dtype.element_ty), mask=r < R)
-
-
-def spans(schedule: Schedule, E: int) -> torch.Tensor:
-    """int32 [E, 2]: first position and end of each expert."""
-    out = torch.zeros((E, 2), dtype=torch.int32, device=schedule.plan.device)
-    block = min(256, power_of_2(schedule.bound))
-    launch(_spans_kernel, (ceil_div(schedule.bound, block), 1), (schedule.plan, out), (), (block,), overlap=True)
-    return out
 
 
 def outer(

@@ -27,7 +27,8 @@ _WIDTH = 16  # experts that a program of the scan takes
 
 @dataclass(frozen=True)
 class Schedule:
-    """`plan`: int32 [4 + 4 * bound + R]: (tiles, claimed, -, -), (expert, first, end, -) of each tile, then routes.
+    """`plan`: int32: (tiles, claimed, -, -), (expert, first, end, -) of each of `bound` tiles, then routes [R]; with
+    sort_routes' `inverse` also positions [R] and ends [E, 2], each from a multiple of 16 bytes on.
 
     Tile m serves positions [first, min(first + BLOCK_M, end)) of the sorted routes, for its expert, whose last position
     (with sort_routes' `part`: the tile's) is end - 1. `claimed` is 0 between kernels: hopper.py counts in it, and sets
@@ -44,7 +45,28 @@ class Schedule:
 
     def routes(self) -> torch.Tensor:
         """int32 [R]: the sorted routes; what lies past the last tile's end is undefined."""
-        return self.plan[4 + 4 * self.bound :]
+        return self._from(4 + 4 * self.bound, self.R)
+
+    def positions(self) -> torch.Tensor:
+        """int32 [R]: where in `routes` each route is; undefined for dropped ones."""
+        return self._from(4 + 4 * self.bound + _aligned(self.R), self.R)
+
+    def ends(self, E: int) -> torch.Tensor:
+        """int32 [E, 2]: first position and end of each expert, (0, 0) for one without routes."""
+        return self._from(4 + 4 * self.bound + 2 * _aligned(self.R), 2 * E).view(E, 2)
+
+    def _from(self, start: int, length: int) -> torch.Tensor:
+        return self.plan[start : start + length]
+
+
+def _aligned(n: int) -> int:
+    """The multiple of 4 numbers, 16 bytes, from n on."""
+    return (n + 3) // 4 * 4
+
+
+def plan_size(R: int, E: int) -> int:
+    """Numbers that the plan of any BLOCK_M >= 16 can take, with `inverse`. R may be symbolic."""
+    return 4 + 4 * (R // 16 + E) + 2 * _aligned(R) + 2 * E
 
 
 def tile_bound(R: int, E: int, BLOCK_M: int) -> int:
@@ -110,10 +132,11 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["R", "length", "bound"])
 def _place_kernel(
     ids_ptr, counters_ptr, plan_ptr, R, length, bound,
-    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, FUSED: tl.constexpr,
-    SCAN: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
+    E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, INVERSE: tl.constexpr,
+    FUSED: tl.constexpr, SCAN: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` has the scan."""
+    """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` has the scan.
+    INVERSE writes positions and ends, too."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -151,6 +174,11 @@ def _place_kernel(
             tl.store(tile_ptr + 2, first + below, mask=j < tiles)
 
     routes_ptr = plan_ptr + 4 + 4 * bound
+    positions_ptr = routes_ptr + (R + 3) // 4 * 4
+    if INVERSE and chunk == 0:
+        ends_ptr = positions_ptr + (R + 3) // 4 * 4 + 2 * e
+        tl.store(ends_ptr, tl.where(total > 0, first, 0), mask=e < E)
+        tl.store(ends_ptr + 1, tl.where(total > 0, first + total, 0), mask=e < E)
     free = first + before  # each expert's next position
     i = tl.arange(0, SUB)
     end = tl.minimum(origin + length, R)
@@ -159,14 +187,17 @@ def _place_kernel(
         earlier = (mine[:, None] == mine[None, :]) & (i[None, :] < i[:, None])
         position = tl.gather(free, tl.minimum(mine, BINS - 1), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
         tl.store(routes_ptr + position, start + i, mask=mine < E)
+        if INVERSE:
+            tl.store(positions_ptr + start + i, position, mask=mine < E)
         if start + SUB < end:
             free += _counts(mine, E, BINS)
 
 
 @lru_cache(1024)
-def _bound(step: str, E: int, rows: tuple[int, int], size: int, ids: torch.dtype, device: torch.device) -> Bound:
+def _bound(step: str, E: int, rows: tuple[int, int, bool], size: int, ids: torch.dtype, device: torch.device) -> Bound:
     """A step's kernel for all calls that differ in addresses and in R only (launch.Bound). rows: of a tile and of its
-    parts. size: chunks of the scan, or the ids that the fused place counts at once, 0 where it is not fused."""
+    parts, and `inverse`. size: chunks of the scan, or the ids that the fused place counts at once, 0 where it is not
+    fused."""
     bins = _bins_of(E)
     if step == "count":
         return Bound(_count_kernel, (E, bins, _SUB), device, overlap=True)
@@ -176,16 +207,17 @@ def _bound(step: str, E: int, rows: tuple[int, int], size: int, ids: torch.dtype
     return Bound(_place_kernel, constants, device, warps=8 if bins > 512 else 4, overlap=True)
 
 
-def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0) -> Schedule:
+def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0, *, inverse: bool = False) -> Schedule:
     """The schedule of ids_TK for tiles of BLOCK_M rows. R = T * K must be in [1, 2^31).
 
     part: as many tiles, of about as many parts of so many rows each, and a tile's end is its own, not its expert's.
+    inverse: with positions and ends, and a plan of plan_size.
     """
     R = ids_TK.numel()
     assert 1 <= R < 2**31, R
     ids = ids_TK.contiguous()
-    bound, rows = tile_bound(R, E, BLOCK_M), (BLOCK_M, part or BLOCK_M)
-    plan = torch.empty(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
+    bound, rows = tile_bound(R, E, BLOCK_M), (BLOCK_M, part or BLOCK_M, inverse)
+    plan = torch.empty(plan_size(R, E) if inverse else 4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
     if sort_launches(R, E) == 1:
         fused = _bound("place", E, rows, min(_SCAN, max(_SUB, power_of_2(R))), ids.dtype, ids.device)
         fused((ceil_div(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound))
@@ -204,12 +236,12 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0) -> Sc
 
 
 def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0) -> Schedule:
-    """The torch twin: the same Schedule, by a stable argsort (synchronizes)."""
+    """The torch twin: the same Schedule with `inverse`, by a stable argsort (synchronizes)."""
     ids = ids_TK.reshape(-1).long()
     R = ids.numel()
     bound = tile_bound(R, E, BLOCK_M)
     bins = torch.where((ids >= 0) & (ids < E), ids, E)
-    rows, first = [], 0
+    rows, ends, first = [], [], 0
     for e, n in enumerate(torch.bincount(bins, minlength=E + 1)[:E].tolist()):
         tiles = ceil_div(n, BLOCK_M)
         if part:
@@ -217,9 +249,13 @@ def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int 
             rows += [(e, first + a, first + b, 0) for a, b in zip(starts, [*starts[1:], n])]
         else:
             rows += [(e, first + j * BLOCK_M, first + n, 0) for j in range(tiles)]
+        ends.append((first, first + n) if n else (0, 0))
         first += n
-    plan = torch.zeros(4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
+    plan = torch.zeros(plan_size(R, E), dtype=torch.int32, device=ids.device)
     plan[0] = len(rows)
     plan[4 : 4 + 4 * len(rows)] = torch.tensor(rows, dtype=torch.int32, device=ids.device).reshape(-1)
-    plan[4 + 4 * bound :] = torch.argsort(bins, stable=True).int()
-    return Schedule(plan, bound, R)
+    schedule = Schedule(plan, bound, R)
+    schedule.routes()[:] = torch.argsort(bins, stable=True).int()
+    schedule.positions()[schedule.routes().long()] = torch.arange(R, dtype=torch.int32, device=ids.device)
+    schedule.ends(E)[:] = torch.tensor(ends, dtype=torch.int32, device=ids.device)
+    return schedule

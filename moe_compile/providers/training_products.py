@@ -96,11 +96,11 @@ def kept_columns(spec: ExpertsSpec, keep: str) -> int:
 
 def products(
     spec: ExpertsSpec, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights,
-    tiles: Tiles,
+    tiles: Tiles, order: torch.Tensor | None = None,
 ) -> Products:  # fmt: skip
-    """Those of `tiles` where they can read these very weights."""
+    """Those of `tiles` where they can read these very weights. order: the schedule's plan, where it is known."""
     able = tiles.hopper and TritonHopper().reads(p)
-    return (HopperProducts if able else Products)(spec, x_TH, ids_TK, w_TK, p, tiles)
+    return (HopperProducts if able else Products)(spec, x_TH, ids_TK, w_TK, p, tiles, order)
 
 
 class Products:
@@ -108,22 +108,21 @@ class Products:
 
     def __init__(
         self, spec: ExpertsSpec, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights,
-        tiles: Tiles,
+        tiles: Tiles, order: torch.Tensor | None,
     ) -> None:  # fmt: skip
-        from ..kernels.sort import sort_routes
+        from ..kernels.sort import Schedule, sort_routes, tile_bound
 
         self.spec, self.p, self.tiles, self.ids_TK = spec, p, tiles, ids_TK
         self.x_TH = x_TH if x_TH.stride(1) == 1 else x_TH.contiguous()
         self.before = w_TK if spec.weight == "input" else None
         self.after = w_TK if spec.weight == "output" else None
         self.k_major, self.down_k_major = spec.gate_up.storage == "EGH", spec.down == "EHI"
-        self.schedule = sort_routes(ids_TK, spec.E, tiles.first.BLOCK_M)
-
-    @cached_property
-    def ends(self) -> torch.Tensor:
-        from ..kernels.outer import spans
-
-        return spans(self.schedule, self.spec.E)
+        rows, R = tiles.first.BLOCK_M, ids_TK.numel()
+        if order is None:
+            self.schedule = sort_routes(ids_TK, spec.E, rows, inverse=True)
+        else:
+            self.schedule = Schedule(order, tile_bound(R, spec.E, rows), R)
+        self.ends = self.schedule.ends(spec.E)
 
     @cached_property
     def acts(self) -> tuple[Any, Any, Any]:
@@ -282,19 +281,13 @@ class HopperProducts(Products):
         by_gate, by_up = derivative(expr, "gate"), derivative(expr, "up")
         return epilogue(expr, fast=True), epilogue(by_gate, fast=True), epilogue(by_up, fast=True)
 
-    @cached_property
-    def positions(self) -> torch.Tensor:
-        from ..kernels.spread import positions
-
-        return positions(self.schedule)
-
     def _rows(self, by_token: torch.Tensor, weights_TK: torch.Tensor | None = None) -> Rows:
         """Copied into sorted order; of the last tensor the copy is at hand."""
         from ..kernels.outer import Rows
         from ..kernels.spread import spread
 
         if self._copied is None or self._copied[0] is not by_token:
-            self._copied = by_token, spread(by_token, self.ids_TK, self.positions, self.spec.E)
+            self._copied = by_token, spread(by_token, self.ids_TK, self.schedule, self.spec.E)
         rows = self._copied[1]
         if weights_TK is not None:  # positions past the last route's hold anything
             routes = self.schedule.routes().clamp(0, weights_TK.numel() - 1)

@@ -1,8 +1,9 @@
 """Training on our kernels: a forward that keeps gate_up_RG, and the gradients of the experts.
 
-In: ExpertsSpec, the forward's operands, and the gradient of out_TH. Out: as aten_backward.backward. Of the forward only
-gate_up_RG is kept, R x G in x's dtype, or part of it (`moe.keep`); the rest and the activation are computed again. The
-kernels are training_products.py's. The formulas are aten_backward's:
+In: ExpertsSpec, the forward's operands, and the gradient of out_TH. Out: as aten_backward.backward. Of the forward
+gate_up_RG is kept, R x G in x's dtype, or part of it (`moe.keep`), and its schedule's plan, 9 bytes a route: routes are
+sorted once a step. The rest and the activation are computed again. The kernels are training_products.py's. The formulas
+are aten_backward's:
 
     dv = down[e]^T dout      dw = dv . a + bias . dout      ddown[e] = sum dout (w a)^T
     dgate_up = w dv (act_gate, act_up)      dgate_up[e] = sum dgate_up x^T      dx[t] = sum_k gate_up[e]^T dgate_up
@@ -10,7 +11,9 @@ kernels are training_products.py's. The formulas are aten_backward's:
 With weight=input, x is w x in the weights' gradients, dx is scaled by w, and dw = (gate_up[e]^T dgate_up) . x.
 The backward comes in halves, of the second linear and of the first, so that gate_up_RG can go before gradients as large
 as the weights come.
-Invariants: bitwise repeatable (no atomics); no gradient of dropped routes; weights are read in place.
+Invariants: bitwise repeatable (no sums by atomics); no gradient of dropped routes; weights are read in place. Kernels
+count in a plan while they run (sort.Schedule), so those of one plan run one after another: autograd runs a backward on
+its forward's stream, as often as it is asked to.
 """
 
 from __future__ import annotations
@@ -70,17 +73,28 @@ def reads(weights: ExpertWeights) -> Verdict:
 def forward(
     spec: ExpertsSpec, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None, p: ExpertWeights,
     tiles: Tiles | None = None, keep: str = "all",
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(out_TH in spec.out, what `keep` keeps of gate_up_RG, in spec.x, by expert)."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out_TH in spec.out; of gate_up_RG, in spec.x, what `keep` keeps; the order of the routes, a schedule's plan)."""
     from ..kernels.finalize import finalize
 
     T, out = x_TH.shape[0], torch_dtype(spec.out)
     if not T:
-        return x_TH.new_empty((0, spec.H), dtype=out), x_TH.new_empty((0, kept_columns(spec, keep)))
+        return x_TH.new_empty((0, spec.H), dtype=out), *empty_kept(spec, x_TH, keep)
     with _on(x_TH):
         by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)))
         kept, act_RI = by.first(keep)
-        return finalize(by.second(act_RI), ids_TK, by.after, spec.E, out), kept
+        return finalize(by.second(act_RI), ids_TK, by.after, spec.E, out), kept, by.schedule.plan
+
+
+def empty_kept(spec: ExpertsSpec, x_TH: torch.Tensor, keep: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors like those that `forward` keeps."""
+    import torch
+
+    from ..kernels.sort import plan_size
+
+    R = x_TH.shape[0] * spec.K
+    order = x_TH.new_empty(plan_size(R, spec.E), dtype=torch.int32)
+    return x_TH.new_empty((R, kept_columns(spec, keep))), order
 
 
 def of_down(spec: ExpertsSpec, p: ExpertWeights) -> list[bool]:
@@ -92,14 +106,15 @@ def of_down(spec: ExpertsSpec, p: ExpertWeights) -> list[bool]:
 def backward(
     spec: ExpertsSpec, dout_TH: torch.Tensor, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None,
     p: ExpertWeights, kept: torch.Tensor | None, needs: Sequence[bool], tiles: Tiles | None = None,
+    order: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradients of (hidden, weights, *p.tensors()) that `needs` names, in that order: both halves together."""
     operands, down = (x_TH, ids_TK, w_TK, p), of_down(spec, p)
     dgate_up_RG, *first = backward_down(
-        spec, dout_TH, *operands, kept, [n and d for n, d in zip(needs, down, strict=True)], tiles
+        spec, dout_TH, *operands, kept, [n and d for n, d in zip(needs, down, strict=True)], tiles, order
     )
     del kept
-    second = backward_gate_up(spec, dgate_up_RG, *operands, [n and not d for n, d in zip(needs, down)], tiles)
+    second = backward_gate_up(spec, dgate_up_RG, *operands, [n and not d for n, d in zip(needs, down)], tiles, order)
     return merged(first, second, needs, down)
 
 
@@ -112,10 +127,11 @@ def merged(first: Sequence[Any], second: Sequence[Any], needs: Sequence[bool], d
 def backward_down(
     spec: ExpertsSpec, dout_TH: torch.Tensor, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None,
     p: ExpertWeights, kept: torch.Tensor | None, needs: Sequence[bool], tiles: Tiles | None = None,
+    order: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """[dgate_up_RG, then the gradients that `needs` names of those that are `of_down`].
 
-    kept: as `forward` returned it, or None to compute it again.
+    kept, order: as `forward` returned them, or None to compute them again.
     """
     from ..kernels.outer import Rows, route_dots, row_sum
 
@@ -124,7 +140,7 @@ def backward_down(
         return [x_TH.new_empty((0, spec.G)), *_zeros(x_TH, w_TK, p, needs)]
     weights, (down, *rest) = needs[1], needs[2 + len(p.gate_up) :]
     with _on(x_TH):
-        by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)))
+        by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)), order)
         dout_TH = dout_TH.to(x_TH.dtype)
         dout_TH = dout_TH if dout_TH.stride(1) == 1 else dout_TH.contiguous()
         dgate_up_RG, s_act_RI, parts = by.act(dout_TH, by.halves(kept), weights)
@@ -142,7 +158,7 @@ def backward_down(
 
 def backward_gate_up(
     spec: ExpertsSpec, dgate_up_RG: torch.Tensor, x_TH: torch.Tensor, ids_TK: torch.Tensor, w_TK: torch.Tensor | None,
-    p: ExpertWeights, needs: Sequence[bool], tiles: Tiles | None = None,
+    p: ExpertWeights, needs: Sequence[bool], tiles: Tiles | None = None, order: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradients that `needs` names of those that are not `of_down`, from what backward_down returned first."""
     from ..kernels.finalize import finalize
@@ -154,7 +170,7 @@ def backward_gate_up(
     (hidden, weights), firsts, biases = needs[:2], needs[2 : 2 + n], needs[3 + n : 3 + n + len(p.gate_up_bias)]
     found: list[torch.Tensor] = []
     with _on(x_TH):
-        by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)))
+        by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)), order)
         if hidden or weights:
             dx_RH = by.dx(dgate_up_RG)
             if hidden:

@@ -74,8 +74,8 @@ for keep, changes in (("half", {}), ("all", gpt)):
     operands = bf16(T, spec.H), torch.zeros(T, spec.K, dtype=torch.int64), torch.ones(T, spec.K), p
     tiles = triton_backward.tiles_of(spec, T, named("H200"))
     assert tiles.hopper
-    _, kept = triton_backward.forward(spec, *operands, tiles, keep)
-    triton_backward.backward(spec, bf16(T, spec.H), *operands, kept, [True] * (2 + len(p.tensors())), tiles)
+    _, kept, order = triton_backward.forward(spec, *operands, tiles, keep)
+    triton_backward.backward(spec, bf16(T, spec.H), *operands, kept, [True] * (2 + len(p.tensors())), tiles, order)
 print(json.dumps(made))
 """
 

@@ -51,9 +51,9 @@ def test_gradients_are_as_exact_as_torchs(case, T, train, keep):
     dout = torch.randn_like(want).to(x.dtype)
     wanted = torch.autograd.grad(want, twin, dout.double())
     needs = [True] * len(leaves)
-    out, kept = triton_backward.forward(spec, x, ids, w, p, tiles, keep)
+    out, kept, order = triton_backward.forward(spec, x, ids, w, p, tiles, keep)
     assert kept.shape == (T * spec.K, triton_backward.kept_columns(spec, keep))
-    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs, tiles)
+    got = triton_backward.backward(spec, dout, x, ids, w, p, kept, needs, tiles, order)
     same = kept if kept.shape[1] < spec.G else None  # all of it computed again is the same
     again = triton_backward.backward(spec, dout, x, ids, w, p, same, needs, tiles)
     base = aten_backward.backward(spec, dout, x, ids, w, p, needs)
@@ -76,8 +76,8 @@ def test_dropped_routes_and_idle_experts(T, train):
     for t in p.tensors():
         t[5:] = math.nan
     tiles = triton_backward.tiles_of(spec, len(x), facts(GPU), train)
-    out, kept = triton_backward.forward(spec, x, ids, w, p, tiles)
-    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles)
+    out, kept, order = triton_backward.forward(spec, x, ids, w, p, tiles)
+    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles, order)
     assert all(g.isfinite().all() for g in (out, *grads))
     assert all(not g[5:].any() for g in grads[2:])
 

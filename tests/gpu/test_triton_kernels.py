@@ -176,10 +176,13 @@ def test_routes_past_2_to_the_31():
 def test_sort(T, K, E):
     torch.manual_seed(T)
     ids = torch.randint(-1, E + 1, (T, K), device=GPU)
-    got, want = sort_routes(ids, E, 64), sort_routes_reference(ids, E, 64)
+    got, want = sort_routes(ids, E, 64, inverse=True), sort_routes_reference(ids, E, 64)
     placed = int(((ids >= 0) & (ids < E)).sum())
     assert torch.equal(got.tiles(), want.tiles())
     assert torch.equal(got.routes()[:placed], want.routes()[:placed])
+    assert torch.equal(got.ends(E), want.ends(E))
+    here = got.routes()[:placed].long()
+    assert torch.equal(got.positions()[here], want.positions()[here])
 
 
 needs_hopper = pytest.mark.skipif(

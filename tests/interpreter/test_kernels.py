@@ -98,11 +98,16 @@ def test_sort(T, K, E, kind, fused, monkeypatch):
     if kind == "none":
         ids[:] = E
     for block, part in ((16, 0), (64, 0), (48, 16)):
-        got, want = sort_routes(ids, E, block, part), sort_routes_reference(ids, E, block, part)
+        want = sort_routes_reference(ids, E, block, part)
+        got = sort_routes(ids, E, block, part, inverse=part != 16)
         assert got.bound == want.bound >= len(want.tiles())
         assert got.tiles().tolist() == want.tiles().tolist()
         placed = int(((ids >= 0) & (ids < E)).sum())
         assert got.routes()[:placed].tolist() == want.routes()[:placed].tolist()
+        if part != 16:
+            assert got.ends(E).tolist() == want.ends(E).tolist()
+            here = got.routes()[:placed].long()
+            assert got.positions()[here].tolist() == list(range(placed)) == want.positions()[here].tolist()
 
 
 @pytest.mark.parametrize("H", [72, 256, 1152])

@@ -13,7 +13,7 @@ from moe_compile.kernels import backward, outer, spread
 from moe_compile.kernels import kept as kept_rows
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.grouped import Tile
-from moe_compile.kernels.sort import sort_routes
+from moe_compile.kernels.sort import plan_size, sort_routes
 from moe_compile.operands import ExpertWeights
 from moe_compile.providers import triton_backward
 from moe_compile.spec import GATE_UP_STORAGE, HALVES, Layout, torch_dtype
@@ -80,18 +80,19 @@ def test_gradients_are_those_of_the_reference(case):
         close(a, b, 4e-3 if spec.x == "f16" else 1e-5)
 
 
-def test_only_gate_up_is_kept_and_its_recomputation_is_bitwise():
+def test_gate_up_and_the_order_are_kept_and_their_recomputation_is_bitwise():
     spec = spec_of(bias="both")
     x, ids, w, p = draw(spec, 5)
     (x, *leaves) = [t.requires_grad_() for t in leaves_of(x, w, p)]
     out = experts(x, ids, w, *p.arguments(), str(spec), PLAN)
     owned = {t.untyped_storage().data_ptr() for t in (x, ids, *leaves)}
     kept = [t for t in out.grad_fn.saved_tensors if t is not None and t.untyped_storage().data_ptr() not in owned]
-    assert [t.shape for t in kept] == [(5 * spec.K, spec.G)]
+    assert [t.shape for t in kept] == [(5 * spec.K, spec.G), (plan_size(5 * spec.K, spec.E),)]
     dout = torch.randn_like(out)
     needs = [True] * (1 + len(leaves))
     first, second = (
-        triton_backward.backward(spec, dout, x.detach(), ids, w.detach(), p, k, needs) for k in (kept[0], None)
+        triton_backward.backward(spec, dout, x.detach(), ids, w.detach(), p, k, needs, order=o)
+        for k, o in (kept, (None, None))
     )
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
@@ -100,9 +101,9 @@ def test_only_gate_up_is_kept_and_its_recomputation_is_bitwise():
 def test_each_gradient_alone():
     spec = spec_of(E=2, H=16, I=16, bias="both", gate_up=Layout(halves="separate"))
     x, ids, w, p = draw(spec, 3)
-    out, kept = triton_backward.forward(spec, x, ids, w, p)
+    out, kept, order = triton_backward.forward(spec, x, ids, w, p)
     n = len(leaves_of(x, w, p))
-    every = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * n)
+    every = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * n, order=order)
     for i in (0, 1, 3, 6):
         (got,) = triton_backward.backward(spec, out, x, ids, w, p, kept, [j == i for j in range(n)])
         assert torch.equal(got, every[i])
@@ -129,8 +130,8 @@ def test_weights_of_experts_without_routes_are_not_read():
     ids[ids >= 3] = -1
     for t in p.tensors():
         t[3:] = float("nan")
-    out, kept = triton_backward.forward(spec, x, ids, w, p)
-    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * len(leaves_of(x, w, p)))
+    out, kept, order = triton_backward.forward(spec, x, ids, w, p)
+    grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * len(leaves_of(x, w, p)), order=order)
     assert all(g.isfinite().all() for g in (out, *grads))
     assert all(not g[3:].any() for g in grads[2:])
 
@@ -144,15 +145,15 @@ def test_opcheck(T):
     arguments = (x, ids, w, *p.arguments(), str(spec), PLAN)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(experts.default, arguments, test_utils=checks)
-    out, kept = torch.ops.moe_compile.experts_training(*arguments)
+    out, kept, order = torch.ops.moe_compile.experts_training(*arguments)
     detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in arguments]
     of_p = [[t.detach() for t in several] for several in p.arguments()[:-1]]
     of_down = triton_backward.of_down(spec, p)
     saved = (*detached[:3], *of_p, None, str(spec), PLAN)
     halves = torch.ops.moe_compile.experts_backward_down.default, torch.ops.moe_compile.experts_backward_gate_up.default
     for half, first, more, needs in (
-        (halves[0], out, (kept.detach(),), of_down),
-        (halves[1], kept, (), [not d for d in of_down]),
+        (halves[0], out, (kept.detach(), order), of_down),
+        (halves[1], kept, (order,), [not d for d in of_down]),
     ):
         torch.library.opcheck(half, (first.detach(), *saved, *more, needs), test_utils=checks[:3])
 
@@ -215,11 +216,10 @@ def test_sums(tile):
     g = torch.Generator().manual_seed(0)
     ids, E = torch.randint(-1, 5, (40, 3), generator=g), 4
     ids[ids == 1] = 2
-    schedule, w = sort_routes(ids, E, 16), torch.rand(40, 3, generator=g)
-    spans = outer.spans(schedule, E)
+    schedule, w = sort_routes(ids, E, 16, inverse=True), torch.rand(40, 3, generator=g)
+    spans = schedule.ends(E)
     counts = [(ids == e).sum().item() for e in range(E)]
     assert (spans[:, 1] - spans[:, 0]).tolist() == counts
-    assert torch.equal(outer.spans(sort_routes(ids, E, 48, 16), E), spans)  # whose tiles end at ends of their own
     tokens, positions = torch.randn(40, 24, generator=g), torch.randn(120, 40, generator=g)
     positions[sum(counts) :] = float("nan")  # never written, in use, but for the next
     positions[sum(counts) :][: tile.BLOCK_K] = 0.0
@@ -243,14 +243,14 @@ def test_rows_in_sorted_order(drop):
     ids = torch.randint(-1, 5, (700, 2), generator=torch.Generator().manual_seed(0))
     ids = ids.fill_(-1) if drop else ids
     x = torch.randn(700, 24)[:, :20]
-    schedule = sort_routes(ids, 4, 16)
+    schedule = sort_routes(ids, 4, 16, inverse=True)
     last = 0 if drop else int(((ids >= 0) & (ids < 4)).sum())
-    got = spread.spread(x, ids, spread.positions(schedule), 4)
+    got = spread.spread(x, ids, schedule, 4)
     assert torch.equal(got[:last], spread.spread_reference(x, schedule, 2)[:last])
 
 
 def test_products_of_fp16():
     spec = spec_of(x="f16", out="f16", w="f16")
     x, ids, w, p = draw(spec, 5)
-    out, kept = triton_backward.forward(spec, x, ids, w, p)
+    out, kept, _ = triton_backward.forward(spec, x, ids, w, p)
     assert (out.dtype, kept.dtype) == (torch_dtype("f16"),) * 2

@@ -2,9 +2,10 @@
 
 Each geometry's token counts are split, a process a part, and the processes dealt out over the GPUs. All of them first
 draw weights and compile (kernels, Inductor, CuTe-DSL) side by side; then, GPU by GPU, one process after the other has
-the GPU to itself, and times its cells. What other libraries' tuners found while the GPU was shared is forgotten, and
-tuned again (from 512 tokens on with 3 repeats of a tactic instead of 10). Cells are written as they come; a process
-whose time is up is ended. How the record stands is printed last.
+the GPU to itself, draws its weights again and times its cells. What other libraries' tuners found while the GPU was
+shared is forgotten, and tuned again (with fewer repeats of a tactic where a call is long). A process whose time is up
+is ended; what it has timed is kept: h200.json is written anew after each process's turn, and --into goes on with one.
+How the record stands is printed last.
 providers.json has the cells' providers, and the memory of those that copy weights, of a layer drawn afresh, after
 kernels are compiled: `kept` is what stays allocated after its first call, `peak` the most that the call had beyond what
 was there and its result, `declared` what was said before.
@@ -20,17 +21,21 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for devices keeps forked processes from them
-GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
+from record import GEOMETRIES, THEIRS, Record, write
+
 TOKENS = tuple(1 << i for i in range(14))
-THEIRS = ("flashinfer", "cudnn")  # other libraries' providers
-PARTS = {"dsv3": 2, "tiny": 2}  # processes of a geometry, others 4; two of dsv3 fill a GPU
+PARTS = {"dsv3": 1, "tiny": 2}  # processes of a geometry, others 4; two of dsv3 would fill a GPU
+LONG = 0.3e-3  # seconds of a call, at least, from which a tuner repeats it less
 WEIGHT = {"dsv3": 3.0, "mixtral": 1.6}  # of a cell's time, others 1
 LAST = 3.0  # seconds that writing and the table take
 
@@ -51,12 +56,15 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
     of = contest.Contest(geometry, device, rounds=arguments.rounds, only=tuple(filter(None, arguments.only.split(","))))
     cells = []
     with torch.no_grad():
-        for T in tokens:
+        # of one that fills the GPU with what others copy, those come last: the other processes have let go of theirs
+        for T in tokens if PARTS.get(geometry) != 1 else tokens[::-1]:
             if time.time() > arguments.prepared:
-                say(geometry, "not compiled in time:", tokens[tokens.index(T) :])
+                say(geometry, "not compiled in time, from", T, "on")
                 break
-            took = of.compile(T, without=("flashinfer_cutlass",))  # whose kernels are compiled, and which only tunes
+            # FlashInfer's CUTLASS is compiled, and would only tune; what others compile serves every T, or few
+            took = of.compile(T, without=("flashinfer_cutlass",) if T == tokens[0] else THEIRS)
             say(geometry, T, "compiled:", ", ".join(f"{name} {s:.1f} s" for name, s in took.items() if s > 0.2))
+            of.forget()  # other processes need the memory
         forget()
         (folder / "ready").touch()
         while not (folder / "turn").exists():
@@ -66,9 +74,7 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             if time.time() > until:
                 say(geometry, "not timed:", tokens[tokens.index(T) :])
                 break
-            if T >= 512 and "flashinfer" in sys.modules:
-                tuner = importlib.import_module("flashinfer.autotuner").AutoTuner.get()
-                tuner.warmup, tuner.repeat = 1, 3
+            hurry(of, T)
             cells.append(of.cell(T))
             say(cells[-1])
             write(folder / "cells.json", contest.as_json(contest.record(cells, device)))
@@ -111,20 +117,18 @@ def memory(of: Any, T: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def providers_of(found: dict[str, Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """The record of providers alone. product: what tuning picks of ours; over_fastest: its time over the fastest's."""
-    cells = []
-    for c in found["cells"]:
-        us = {n.replace("moe_", "triton_"): t for n, t in c["us"].items() if n.startswith(("moe_", *THEIRS))}
-        if (product := us.pop("triton_tuned", None)) and us:
-            fastest = min(us, key=us.__getitem__)
-            cells.append({
-                "geometry": c["geometry"], "T": c["T"], "us": us, "product": product, "fastest": fastest,
-                "over_fastest": round(product / us[fastest], 3),
-            })  # fmt: skip
-    head = {k: found[k] for k in ("date", "device", "versions")}
-    absent = {n: why for n, why in found["absent"].items() if n.startswith(THEIRS)}
-    return {**head, "what": __doc__, "memory": kept, "absent": absent, "cells": cells}
+def hurry(of: Any, T: int) -> None:
+    """Other libraries' tuners: fewer repeats of a tactic than is their habit."""
+    from moe_compile import suite
+
+    long = suite.limit(of.spec, suite.tokens_of(of.spec, T, of.device)[1]) >= LONG
+    if "flashinfer" in sys.modules:
+        tuner = importlib.import_module("flashinfer.autotuner").AutoTuner.get()
+        tuner.warmup, tuner.repeat = (1, 3) if long else (3, 10)
+    if "quack" in sys.modules:
+        time_of = partial(importlib.import_module("triton.testing").do_bench, warmup=2, rep=8)
+        interface = importlib.import_module("quack.gemm_interface")
+        interface.gemm_gated_tuned._do_bench = interface.gemm_tuned._do_bench = time_of
 
 
 def forget() -> None:
@@ -139,13 +143,6 @@ def forget() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-
-
-def write(path: Path, text: str) -> None:
-    """Whole, or not at all."""
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def cost(geometry: str, tokens: list[int]) -> float:
@@ -182,7 +179,10 @@ def start(geometry: str, tokens: list[int], folder: Path, gpu: str, arguments: a
     work(geometry, tokens, folder, arguments)
 
 
-def turns(tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float) -> None:
+def turns(
+    tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float,
+    ended: Callable[[Path], None],
+) -> None:  # fmt: skip
     """One GPU's processes, each alone on it in turn; from `prepared` on those that are ready, the others after them."""
 
     def ready(folder: Path) -> bool:
@@ -207,9 +207,11 @@ def turns(tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], 
         processes[folder].kill()
         processes[folder].join()
         left.remove(task)
+        ended(folder)
     for geometry, _, folder in left:
         say(geometry, folder.name, "had no turn:", "ready" if ready(folder) else "not ready")
         processes[folder].kill()
+        ended(folder)
 
 
 def deal(cells: list[str], gpus: int) -> list[tuple[str, list[int], str, int]]:
@@ -228,20 +230,6 @@ def deal(cells: list[str], gpus: int) -> list[tuple[str, list[int], str, int]]:
     return [(*part, to[part[2]]) for part in parts]
 
 
-def merged(done: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record of several processes'."""
-    found: dict[str, Any] = {**done[0], "absent": {}, "cells": []}
-    for part in done:
-        found["cells"] += part["cells"]
-        for name, reasons in part["absent"].items():
-            for why, where in reasons.items():
-                for geometry, tokens in where.items():
-                    found["absent"].setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).extend(tokens)
-    order = [*GEOMETRIES, "tiny"]
-    found["cells"].sort(key=lambda c: (order.index(c["geometry"]), c["T"]))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=list(GEOMETRIES), metavar="GEOMETRY[:T,T]", help="default all")
@@ -250,6 +238,8 @@ def main() -> None:
     parser.add_argument("--prepare", type=float, default=5e3, help="begin no compilation after so many seconds")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
     parser.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
+    parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
+    parser.add_argument("--name", default="h200.json", help="of the record, under $OUT")
     parser.add_argument("--imports", default="", help="modules that each process imports first, commas between")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)  # geometry, tokens, folder of a process
     parser.add_argument("--prepared", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -277,28 +267,19 @@ def main() -> None:
         processes[folder].start()
         tasks[gpu].append((geometry, tokens, folder))
     say(len(processes), "processes")
-    threads = [threading.Thread(target=turns, args=(t, processes, arguments.prepared, end)) for t in tasks]
+    out = Path(os.environ.get("OUT", "."))
+    earlier = json.loads(Path(arguments.into).read_text()) if arguments.into else None
+    record = Record(out, arguments.name, f"{contest.__doc__}\n{__doc__}", earlier)
+    threads = [threading.Thread(target=turns, args=(t, processes, arguments.prepared, end, record.add)) for t in tasks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    done: list[Any] = []
-    kept: dict[str, Any] = {}
-    for geometry, _, folder in sorted(t for some in tasks for t in some):
-        text = (folder / "log").read_text(errors="replace")
-        print("".join(c for c in text if c == "\n" or " " <= c <= "~")[-6000:], flush=True)
-        if (folder / "cells.json").exists():
-            done.append(json.loads((folder / "cells.json").read_text()))
-        if (folder / "memory.json").exists():
-            kept.setdefault(geometry, {}).update(json.loads((folder / "memory.json").read_text()))
-    if not done:
+    if not record.parts:
         raise SystemExit("no cell was timed")
-    found = {**merged(done), "what": f"{contest.__doc__}\n{__doc__}"}
-    out = Path(os.environ.get("OUT", "."))
-    write(out / "h200.json", contest.as_json(found) + "\n")
-    write(out / "providers.json", contest.as_json(providers_of(found, kept)) + "\n")
-    say(len(found["cells"]), "cells")
-    print(standing.table(found["cells"]), flush=True)
+    cells = record.found()["cells"]
+    say(len(cells), "cells")
+    print(standing.table(cells), flush=True)
 
 
 START = float(os.environ.get("GPU_BENCH_START", time.time()))

@@ -41,7 +41,7 @@ OURS = ("moe", "triton_")  # how our columns start, and under `tactics`
 HOPELESS = 4.0  # times the best of ours, predicted: a column that is not tried
 ENDS = [0, -1]  # rows that are checked
 Makers = Mapping[str, Callable[[], Any]]  # builders of a peers.Run, by the names of their tactics
-PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sonic-moe")
+PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "vllm", "sonic-moe", "quack-kernels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,9 @@ def contenders(
 
 
 class Contest:
-    """The cells of one geometry. layers: with weights of their own, fewer where they and what is copied of them fill
-    the memory. only: columns whose names start with one of these; without: none of those."""
+    """The cells of one geometry. layers: calls in a graph, on tokens of their own, with weights of their own but where
+    those, and what is copied of them, fill the memory. only: columns whose names start with one of these; without: none
+    of those."""
 
     def __init__(
         self, geometry: str, device: torch.device, *, tactics: int = 0, peers: bool = True, only: Sequence[str] = (),
@@ -151,12 +152,14 @@ class Contest:
                 for make in made.values():
                     _attempt(lambda make=make: make()(*inputs, weights))  # type: ignore[misc]
                 seconds[name] = time.monotonic() - begun
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # other processes compile beside this one
         return seconds
 
     def cell(self, T: int) -> Cell:
         """Every contender for T tokens, checked and timed."""
         stack = self._weights(self._fitting())
-        inputs = [tokens_of(self.spec, T, self.device, 1000 + i) for i in range(len(stack))]
+        inputs = [tokens_of(self.spec, T, self.device, 1000 + i) for i in range(self.layers)]
         truth = exact(self.spec, ENDS, inputs[0], stack[0])
         failed: dict[str, str] = {}
         fastest: dict[str, _Ready] = {}
@@ -203,7 +206,7 @@ class Contest:
         s, here = self.spec, facts(self.device)
         able = [n for n, p in providers().items() if p.copies(s) and p.available() and p.supports(s, here)]
         one = s.E * s.H * (s.G + s.I) * torch_dtype(s.x).itemsize + copied_bytes(able, s)
-        more = int(0.8 * torch.cuda.mem_get_info(self.device)[0] / one)
+        more = int(0.6 * torch.cuda.mem_get_info(self.device)[0] / one)  # the rest is the calls'
         return max(1, min(self.layers, len(self._stack) + more))
 
     def _ready(
@@ -219,7 +222,7 @@ class Contest:
         bound = 4 * torch.finfo(torch_dtype(self.spec.x)).eps
         if not error <= bound:
             return Reject("its result is wrong", f"relative error {error:.1e}, allowed is {bound:.1e}")
-        calls = [partial(run, *i, w) for i, w in zip(inputs, stack)]
+        calls = [partial(run, *i, stack[k % len(stack)]) for k, i in enumerate(inputs)]
         graph = None
         if self._pool is not None and isinstance(graph := _attempt(lambda: bench.capture(calls, self._pool)), Reject):
             self._pool = _new_pool(self.device)

@@ -10,6 +10,7 @@ import importlib
 import weakref
 from collections.abc import Callable
 from functools import lru_cache
+from math import inf
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -60,9 +61,9 @@ def _forward(experts: torch.nn.Module, x: torch.Tensor, ids: torch.Tensor, w: to
     return experts(x, ids, w)
 
 
-def _huggingface(implementation: str, most: int | None = None) -> Callable[[ExpertsSpec, torch.device], Run | Reject]:
-    """transformers' experts under Inductor, as `generate` runs them; compiled for each T, and kept. most: tokens beyond
-    which it is not tried, for batched_mm copies an expert's weights for each route."""
+def _huggingface(implementation: str, most: float = inf) -> Callable[[ExpertsSpec, torch.device], Run | Reject]:
+    """transformers' experts under Inductor, as `generate` runs them; compiled for each T, and kept. most: bytes of one
+    expert's weights for each route beyond which it is not tried, for batched_mm copies those."""
 
     @lru_cache(None)
     def peer(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
@@ -94,8 +95,8 @@ def _huggingface(implementation: str, most: int | None = None) -> Callable[[Expe
         compiled: dict[int, Any] = {}  # by T: beyond 8 shapes torch.compile gives up on a function
 
         def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-            if most is not None and x.shape[0] > most:
-                raise ValueError(f"not tried beyond {most} tokens")
+            if ids.numel() * spec.H * (spec.G + spec.I) * x.itemsize > most:
+                raise ValueError(f"not tried where the weights of each route's expert are over {most / 1e9:.0f} GB")
             if x.shape[0] not in compiled:
                 forward = FunctionType(_forward.__code__.replace(), globals())  # shapes are counted by code object
                 compiled[x.shape[0]] = torch.compile(forward, fullgraph=True, dynamic=False)
@@ -137,29 +138,27 @@ def _vllm(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
 
 
 def _sonicmoe(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
-    """SonicMoE's CuTe-DSL kernels by its entry for routes that are given, in inference mode; weights as views."""
+    """SonicMoE's CuTe-DSL kernels, as its layer calls them once tokens are routed, for inference; weights as views."""
     halves = ("gate_up", "gate_up_interleaved")  # its concat_layout, and its own
     if spec.gate_up.storage != "EGH" or spec.gate_up.halves not in halves or spec.down != "EHI" or spec.bias != "none":
         return Reject("not SonicMoE's layout")
     if spec.act != SWIGLU or spec.x not in ("bf16", "f16") or device.type != "cuda":
         return Reject("SwiGLU in 16 bits on CUDA only")
-    sonic = _imported("sonicmoe", "sonic-moe")
-    if isinstance(sonic, Reject):
-        return sonic
+    steps = _imported("sonicmoe.functional", "sonic-moe")
+    if isinstance(steps, Reject):
+        return steps
     kind = importlib.import_module("sonicmoe.enums").ActivationType.SWIGLU
     concatenated = spec.gate_up.halves == "gate_up"
-    tokens: dict[int, torch.Tensor] = {}  # by T: the token of each route, ascending
 
     def run(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, weights: ExpertWeights) -> torch.Tensor:
-        T = x.shape[0]
-        if T not in tokens:
-            tokens[T] = torch.arange(T * spec.K, dtype=torch.int32, device=x.device) // spec.K
-        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
-        out: torch.Tensor = sonic.moe_general_routing_inputs(
-            x, w.float().view(-1), tokens[T], ids.int().view(-1), weights.gate_up[0].permute(1, 2, 0), None,
-            weights.down.permute(1, 2, 0), None, spec.E, stream, kind, is_inference_mode_enabled=True,
-            concat_layout=concatenated,
-        )[0]  # fmt: skip
+        T, K, E = x.shape[0], spec.K, spec.E
+        sizes = (T * K, T * K, T * K, E, E + 1)
+        gather, scatter, back, counts, offsets = (torch.empty(n, dtype=torch.int32, device=x.device) for n in sizes)
+        steps.TC_topk_router_metadata_triton(ids.int(), E, counts, offsets, gather, scatter, back)
+        routes = (gather, scatter, back, None, False)  # each token has K experts
+        first, second = weights.gate_up[0].permute(1, 2, 0), weights.down.permute(1, 2, 0)
+        a, h = steps._UpProjection.apply(x, first, None, offsets, T * K, K, *routes, kind, True, concatenated)
+        out: torch.Tensor = steps._DownProjection.apply(a, h, second, None, w.float(), offsets, T, K, *routes, kind)
         return out
 
     return run
@@ -168,7 +167,7 @@ def _sonicmoe(spec: ExpertsSpec, device: torch.device) -> Run | Reject:
 PEERS: dict[str, Callable[[ExpertsSpec, torch.device], Run | Reject]] = {
     "torch._grouped_mm": _grouped_mm,
     "hf_grouped_mm": _huggingface("grouped_mm"),
-    "hf_batched_mm": _huggingface("batched_mm", most=16),
+    "hf_batched_mm": _huggingface("batched_mm", most=26e9),
     "vllm": _vllm,
     "sonicmoe": _sonicmoe,
 }

@@ -126,29 +126,42 @@ def _close(spec, run):
 
 
 @pytest.mark.parametrize("halves", ["gate_up", "gate_up_interleaved"])
-def test_sonicmoe_is_called_as_it_documents(halves, monkeypatch):
+def test_sonicmoe_is_called_as_its_layer_calls_it(halves, monkeypatch):
     spec = dataclasses.replace(SMALL, gate_up=Layout(storage="EGH", halves=halves))
 
-    def moe_general_routing_inputs(
-        x, router_scores, token_indices, expert_indices, w1, b1, w2, b2, E, stream_id, activation_type,
-        is_inference_mode_enabled=False, concat_layout=False,
-    ):  # fmt: skip
-        assert router_scores.dtype is torch.float32 and token_indices.dtype is expert_indices.dtype is torch.int32
-        assert (token_indices.diff() >= 0).all(), "tokens are to ascend"
-        assert w1.shape == (2 * spec.I, spec.H, E) and w2.shape == (spec.H, spec.I, E)
-        assert w1.permute(2, 0, 1).is_contiguous() and w2.permute(2, 0, 1).is_contiguous()
-        assert b1 is b2 is None and activation_type == "swiglu" and is_inference_mode_enabled
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for score, t, e in zip(router_scores, token_indices.tolist(), expert_indices.tolist()):
-            h = w1[..., e].float() @ x[t].float()
-            gate, up = h.chunk(2) if concat_layout else (h[::2], h[1::2])
-            out[t] += score * (w2[..., e].float() @ (torch.nn.functional.silu(gate) * up))
-        return out.to(x.dtype), None
+    def metadata(topk, E, counts, offsets, gather, scatter, back):
+        assert topk.dtype is torch.int32 and topk.shape[1] == spec.K
+        order = topk.view(-1).argsort(stable=True)
+        counts.copy_(torch.bincount(topk.view(-1), minlength=E))
+        offsets.copy_(torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+        gather.copy_(order // spec.K)
+        scatter.copy_(order)
+        back[order] = torch.arange(len(order), dtype=torch.int32)
 
+    def up(x, w1, b1, offsets, R, K, gather, scatter, back, tokens, varying, kind, inference, concat_layout=False):
+        assert w1.shape == (2 * spec.I, spec.H, spec.E) and w1.permute(2, 0, 1).is_contiguous()
+        assert b1 is tokens is None and not varying and kind == "swiglu" and inference and (R, K) == (len(gather), 2)
+        rows = []
+        for e in range(spec.E):
+            h = x[gather[offsets[e] : offsets[e + 1]]].float() @ w1[..., e].float().T
+            gate, up = h.chunk(2, -1) if concat_layout else (h[:, ::2], h[:, 1::2])
+            rows.append(torch.nn.functional.silu(gate) * up)
+        return torch.cat(rows).to(x.dtype), None
+
+    def down(a, h, w2, b2, scores, offsets, T, K, gather, scatter, back, tokens, varying, kind):
+        assert w2.shape == (spec.H, spec.I, spec.E) and w2.permute(2, 0, 1).is_contiguous()
+        assert h is b2 is tokens is None and not varying and scores.dtype is torch.float32
+        spans = zip(offsets[:-1].tolist(), offsets[1:].tolist())
+        y = torch.cat([a[i:j].float() @ w2[..., e].float().T for e, (i, j) in enumerate(spans)])
+        return (y[back].view(T, K, -1) * scores[..., None]).sum(1).to(a.dtype)
+
+    steps = types.SimpleNamespace(
+        TC_topk_router_metadata_triton=metadata, _UpProjection=types.SimpleNamespace(apply=up),
+        _DownProjection=types.SimpleNamespace(apply=down),
+    )  # fmt: skip
     enums = types.SimpleNamespace(ActivationType=types.SimpleNamespace(SWIGLU="swiglu"))
-    package = types.SimpleNamespace(moe_general_routing_inputs=moe_general_routing_inputs)
-    monkeypatch.setitem(sys.modules, "sonicmoe", package)
-    monkeypatch.setitem(sys.modules, "sonicmoe.enums", enums)
+    for name, module in (("sonicmoe", types), ("sonicmoe.functional", steps), ("sonicmoe.enums", enums)):
+        monkeypatch.setitem(sys.modules, name, module)
     _close(spec, peers.PEERS["sonicmoe"](spec, CUDA))
 
 

@@ -1,0 +1,90 @@
+"""A benchmark's record that grows with each process: in, folders with cells.json and memory.json; out, the JSON files.
+
+Invariant: what was timed is on disk after each process; a cell stands as it was timed last.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
+THEIRS = ("flashinfer", "cudnn")  # other libraries' providers
+
+
+class Record:
+    """What the processes timed, and what `earlier` has of the same day, device and versions; written as it grows."""
+
+    def __init__(self, out: Path, name: str, what: str, earlier: dict[str, Any] | None) -> None:
+        self.out, self.name, self.what, self.earlier = out, name, what, earlier
+        self.parts: list[dict[str, Any]] = []
+        self.memory: dict[str, Any] = {}
+        self.lock = threading.Lock()
+
+    def add(self, folder: Path) -> None:
+        """What the process of `folder` said and timed."""
+        from moe_compile.contest import as_json
+
+        with self.lock:
+            text = (folder / "log").read_text(errors="replace")
+            print("".join(c for c in text if c == "\n" or " " <= c <= "~")[-6000:], flush=True)
+            if (folder / "cells.json").exists():
+                self.parts.append(json.loads((folder / "cells.json").read_text()))
+                if self.earlier and any(self.parts[0][k] != self.earlier[k] for k in ("date", "device", "versions")):
+                    print("the earlier record is of another day, device or versions: left alone", flush=True)
+                    self.earlier = None
+            if (folder / "memory.json").exists():
+                self.memory[folder.name[:-2]] = json.loads((folder / "memory.json").read_text())
+            if self.parts:
+                found = self.found()
+                write(self.out / self.name, as_json(found) + "\n")
+                write(
+                    self.out / self.name.replace("h200", "providers"),
+                    as_json(providers_of(found, self.memory, self.what)) + "\n",
+                )
+
+    def found(self) -> dict[str, Any]:
+        """One record. A cell stands as it was timed last, and so do the reasons of its gaps."""
+        cells: dict[tuple[str, int], Any] = {}
+        gaps: dict[tuple[str, int], dict[str, str]] = {}
+        for part in filter(None, (self.earlier, *self.parts)):
+            for cell in part["cells"]:
+                at = cell["geometry"], cell["T"]
+                cells[at], gaps[at] = cell, {}
+            for name, why, geometry, T in (
+                (name, why, geometry, T) for name, reasons in part["absent"].items() for why, where in reasons.items()
+                for geometry, tokens in where.items() for T in tokens
+            ):  # fmt: skip
+                gaps[geometry, T][name] = why
+        order = [*GEOMETRIES, "tiny"]
+        absent: dict[str, dict[str, dict[str, list[int]]]] = {}
+        ordered = sorted(cells, key=lambda at: (order.index(at[0]), at[1]))
+        for geometry, T in ordered:
+            for name, why in gaps[geometry, T].items():
+                absent.setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).append(T)
+        return {**self.parts[0], "what": self.what, "absent": absent, "cells": [cells[at] for at in ordered]}
+
+
+def providers_of(found: dict[str, Any], kept: dict[str, Any], what: str) -> dict[str, Any]:
+    """The record of providers alone. product: what tuning picks of ours; over_fastest: its time over the fastest's."""
+    cells = []
+    for c in found["cells"]:
+        us = {n.replace("moe_", "triton_"): t for n, t in c["us"].items() if n.startswith(("moe_", *THEIRS))}
+        if (product := us.pop("triton_tuned", None)) and us:
+            fastest = min(us, key=us.__getitem__)
+            cells.append({
+                "geometry": c["geometry"], "T": c["T"], "us": us, "product": product, "fastest": fastest,
+                "over_fastest": round(product / us[fastest], 3),
+            })  # fmt: skip
+    head = {k: found[k] for k in ("date", "device", "versions")}
+    absent = {n: why for n, why in found["absent"].items() if n.startswith(THEIRS)}
+    return {**head, "what": what, "memory": kept, "absent": absent, "cells": cells}
+
+
+def write(path: Path, text: str) -> None:
+    """Whole, or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)

@@ -113,7 +113,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
     bench.add_argument("--rounds", type=_positive, default=15, metavar="N", help="interleaved rounds (default 15)")
     bench.add_argument("--seconds", type=_positive, metavar="N", help="start no new cell after this")
-    bench.add_argument("--read", nargs="+", metavar="FILE", help="what --json printed: how it stands, nothing is run")
+    bench.add_argument(
+        "--read",
+        nargs="+",
+        metavar="FILE",
+        help="what --json printed: how it and records beside it stand; nothing is run",
+    )
     tune = command(
         "tune",
         _tune,
@@ -218,8 +223,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from . import standing
 
     if arguments.read:
-        cells = [c for name in arguments.read for c in json.loads(Path(name).read_text(encoding="utf-8"))["cells"]]
-        print(standing.table(cells))
+        print("\n".join(standing.read(Path(name)) for name in arguments.read))
         return 0
     import torch
 

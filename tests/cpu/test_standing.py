@@ -1,8 +1,10 @@
 """Goals of a benchmark's record, on cells made for the purpose: each is met and missed by what its words say."""
 
+import json
+
 import pytest
 
-from moe_compile.standing import goals, table
+from moe_compile.standing import goals, others, read, table
 
 
 def cell(geometry, T, moe, peer, batched=None, limit=100.0):
@@ -48,3 +50,60 @@ def test_the_table_has_both_choices_and_leaves_machines_without_a_gpu_alone():
     text = table(tuned)
     assert text.count("fastest peer over it, every cell") == 2 and "torch._grouped_mm in 6" in text
     assert "over the limit" not in table([cell("tiny", 1, 5, 6)])
+
+
+def test_a_peer_timed_apart_counts_by_ours_of_its_own_run():
+    apart = [cell("olmoe", 16, 240, 220)]  # 0.92 there, though slower than ours of the other run
+    found = {g.what: g for g in goals(CELLS, apart=apart)}
+    every = found["fastest peer over it, every cell"]
+    assert every.value == pytest.approx(220 / 240) and every.cells == len(CELLS) and not every.met
+    assert found["over the limit, T = 16 ... 256"].value == pytest.approx(1.2)
+
+
+def test_errors_are_held_against_those_of_torch():
+    off = {**CELLS[0], "error": {"moe": 2.3e-3, "torch._grouped_mm": 2e-3}}
+    found = {g.what: g for g in goals([off, *CELLS[1:]])}["error over torch._grouped_mm's, every cell"]
+    assert found.value == pytest.approx(1.15) and found.cells == 1 and not found.met
+
+
+def trained(geometry, T, moe, theirs, kept):
+    us = {"moe": moe, "HF grouped_mm, Inductor": theirs}
+    memory = {"moe": [kept, 9.0], "HF grouped_mm, Inductor": [90.0, 99.0]}
+    return {"geometry": geometry, "T": T, "us": us, "memory_MB": memory}
+
+
+RECORDS = {
+    "training": {
+        "cells": [trained("qwen3_30b", 4096, 10.0, 19.0, 27.0), trained("mixtral", 4096, 10.0, 11.0, 45.0)],
+        "sonicmoe_us": {"qwen3_30b": {"4096": 9.0}},
+    },
+    "route": {"times": [
+        {"spec": "qwen3_30b", "E": 128, "K": 8, "T": 64, "us": {"route and sort": 7.0}},
+        {"spec": "qwen3_30b", "E": 128, "K": 8, "T": 4096, "us": {"route and sort": 21.0}},
+        {"spec": "mixtral", "E": 8, "K": 2, "T": 64, "us": {"route and sort": 99.0}},
+    ]},
+    "host": {"geometries": {"qwen3_30b": {"calls": [
+        {"T": 1, "candidate": "triton_decode(N1=1)", "us": {"operator": 30.0}},
+        {"T": 16, "candidate": "triton_grouped(M=16)", "us": {"operator": 41.0}},
+    ]}}},
+}  # fmt: skip
+
+
+def test_the_records_beside_a_benchmark_have_goals_of_their_own(tmp_path):
+    values = {g.what: (g.value, g.met) for g in others(RECORDS)}
+    assert values == {
+        "training, HuggingFace's time over it, qwen3_30b": (pytest.approx(1.9), True),
+        "training, HuggingFace's time over it, mixtral": (pytest.approx(1.1), False),
+        "training, memory kept over HuggingFace's": (pytest.approx(0.5), False),
+        "training, SonicMoE's time over it": (pytest.approx(0.9), False),
+        "routing and sorting, us, T <= 64": (7.0, True),
+        "routing and sorting, us, T = 4096": (21.0, False),
+        "host's time for a call, us": (41.0, False),
+    }
+    assert not any(g.met for g in others({})) and len(others({})) == len(values)
+    for kind, record in (("", {"cells": CELLS}), *((f"{kind}_", r) for kind, r in RECORDS.items())):
+        (tmp_path / f"{kind}h200.json").write_text(json.dumps(record))
+    said = read(tmp_path / "h200.json")
+    assert "beside it" in said and "worst qwen3_30b triton_grouped T=16 41.00" in said
+    (tmp_path / "alone.json").write_text(json.dumps({"cells": CELLS}))
+    assert "beside it" not in read(tmp_path / "alone.json")

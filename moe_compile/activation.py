@@ -75,6 +75,17 @@ def _e(op: str, *args: Expr | float) -> Expr:
     return Expr(op, tuple(a if isinstance(a, Expr) else const(a) for a in args))
 
 
+def _passes_at_a_bound() -> bool:
+    """Whether torch.clamp passes the gradient of what lies on its bound: up to torch 2.13 it does."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), device="cpu", requires_grad=True)
+        (slope,) = torch.autograd.grad(x.clamp(max=0.0), x)
+        return bool(slope.item() == 1)
+
+
 def _table() -> dict[str, Pointwise]:
     import torch
     import torch.nn.functional as F
@@ -109,8 +120,9 @@ def _table() -> dict[str, Pointwise]:
         s = _e("sigmoid", x)
         return (_e("mul", s, _e("add", 1, _e("mul", x, _e("sub", 1, s)))),)
 
-    # d/da min(a, b) is 1 where a <= b: torch splits ties of minimum evenly but clamp passes the gradient at the bound;
-    # clamp is the only spelling met in models, so the bound passes.
+    # At a tie of min(a, b) the gradient of a is what torch.clamp's is at its bound (torch splits ties of minimum evenly,
+    # but clamp is the only spelling met in models).
+    below, above = ("le", "ge") if _passes_at_a_bound() else ("lt", "gt")
     return {
         "add": Pointwise(2, lambda a, b: a + b, lambda a, b: (const(1), const(1)), commutes=True),
         "sub": Pointwise(2, lambda a, b: a - b, lambda a, b: (const(1), const(-1))),
@@ -123,8 +135,8 @@ def _table() -> dict[str, Pointwise]:
             lambda a, b: a**b,
             lambda a, b: (_e("mul", b, _e("pow", a, _e("sub", b, 1))), _e("mul", _e("pow", a, b), _e("log", a))),
         ),
-        "minimum": Pointwise(2, as_tensor(torch.minimum), lambda a, b: (_e("le", a, b), _e("lt", b, a))),
-        "maximum": Pointwise(2, as_tensor(torch.maximum), lambda a, b: (_e("ge", a, b), _e("gt", b, a))),
+        "minimum": Pointwise(2, as_tensor(torch.minimum), lambda a, b: (_e(below, a, b), _e("lt", b, a))),
+        "maximum": Pointwise(2, as_tensor(torch.maximum), lambda a, b: (_e(above, a, b), _e("gt", b, a))),
         "le": Pointwise(2, as_tensor(lambda a, b: (a <= b).to(a.dtype)), lambda a, b: (const(0), const(0))),
         "lt": Pointwise(2, as_tensor(lambda a, b: (a < b).to(a.dtype)), lambda a, b: (const(0), const(0))),
         "ge": Pointwise(2, as_tensor(lambda a, b: (a >= b).to(a.dtype)), lambda a, b: (const(0), const(0))),
@@ -252,7 +264,7 @@ def _program(expr: Expr, reuse: bool) -> tuple[tuple[float, ...], tuple[_Step, .
 
 @lru_cache(1024)
 def derivative(expr: Expr, variable: str) -> Expr:
-    """d expr / d variable, in normal form (the chain rule over the table; at a clamp's bound the gradient passes)."""
+    """d expr / d variable, in normal form (the chain rule over the table; at a clamp's bound as torch has it)."""
     if expr.op in VARIABLES or expr.op == "const":
         return const(1.0 if expr.op == variable else 0.0)
     total = const(0)

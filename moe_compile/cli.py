@@ -301,7 +301,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
         facts = torch.cuda.get_device_properties(i)
         devices.append(f"cuda:{i} ({facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB)")
     found = {
-        "versions": {"python": platform.python_version(), **{p: installed(p) for p in packages}},
+        "versions": {
+            "python": platform.python_version(),
+            **{p: installed(p) for p in packages},
+            "torch": torch.__version__,  # which build it is, beside its version
+        },
         "devices": devices,
         "C++ compiler": shutil.which("c++")
         or shutil.which("g++")

@@ -521,6 +521,7 @@ def test_a_tuner_that_measures_nothing_is_not_believed(monkeypatch):
         def __exit__(self, *args): ...
 
     monkeypatch.setattr(fi, "module", lambda name: SimpleNamespace(autotune=autotune, AutoTuner=Nothing))
+    monkeypatch.setattr(fi, "tuning_file", lambda: None)
     with pytest.raises(Unserved, match="measured no tactic"):
         flashinfer._choose("op", None, None, [])
 

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def pytest_configure(config):
     if all("interpreter" in Path(arg).parts for arg in config.args) and "triton" not in sys.modules:
@@ -16,3 +18,19 @@ def pytest_configure(config):
 
 def pytest_ignore_collect(collection_path, config):
     return None if os.environ.get("TRITON_INTERPRET") == "1" else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Skips what triton 3.6 can't interpret: it makes a loop's bound of an array of one number, which numpy refuses
+    from 2.4 on."""
+    try:
+        return (yield)
+    except Exception as error:
+        import numpy
+        import triton
+
+        old = triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
+        if old and "only 0-dimensional arrays can be converted to Python scalars" in str(error):
+            pytest.skip("triton 3.6 interprets a loop over a computed number of steps with numpy below 2.4 only")
+        raise

@@ -120,8 +120,8 @@ def _table() -> dict[str, Pointwise]:
         s = _e("sigmoid", x)
         return (_e("mul", s, _e("add", 1, _e("mul", x, _e("sub", 1, s)))),)
 
-    # At a tie of min(a, b) the gradient of a is what torch.clamp's is at its bound (torch splits ties of minimum evenly,
-    # but clamp is the only spelling met in models).
+    # Where a = b, the gradient of min(a, b) by a is as torch.clamp's at its bound: torch.minimum splits it evenly, but
+    # clamp is the only spelling met in models.
     below, above = ("le", "ge") if _passes_at_a_bound() else ("lt", "gt")
     return {
         "add": Pointwise(2, lambda a, b: a + b, lambda a, b: (const(1), const(1)), commutes=True),

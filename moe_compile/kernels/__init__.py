@@ -2,7 +2,7 @@
 
 epilogue.py  an activation expression -> a device function
 sort.py      ids_TK -> routes in expert order and the tile schedule
-grouped.py   the two grouped linears over that order
+grouped.py   the two grouped linears over that order; product.py what their kernels share with training's
 hopper.py    those two for many rows an expert, with warps that fetch beside warps that multiply (Gluon): what those
              do is in hopper_parts.py
 finalize.py  the weighted sum over each token's routes

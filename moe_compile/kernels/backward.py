@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .grouped import Tile, _descriptor, _product, _spans, _tile, tma_aligned
+from .grouped import Tile
 from .kept import halves_of, placed, split_columns, store_pair
 from .launch import ceil_div, launch
+from .product import descriptor, product, routes_at, rows_of, spans, tile_at, tma_aligned
 from .sort import Schedule
 
 
@@ -87,18 +87,13 @@ def _act_backward_kernel(
     BY_UP: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr,
     N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, column = _tile(plan_ptr, tl.cdiv(I, N_), GROUP_M)
+    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), GROUP_M, PDL)
     if m < 0:
         return
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    p = first + tl.arange(0, M_)
-    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    e, first, end, p = rows_of(plan_ptr, m, M_)
+    route = routes_at(plan_ptr, bound, p, end)
     dout_rows = dout_ptr + (route // CHOICES).to(tl.int64) * stride_dt
-    dv, _ = _product(
+    dv, _ = product(
         dout_ptr, dout_rows, p < end, first, w, w, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
         I, H, False, False, False, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
     )  # fmt: skip
@@ -129,28 +124,23 @@ def _dx_kernel(
     GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr,
     K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, column = _tile(plan_ptr, tl.cdiv(H, N_), GROUP_M)
+    m, column = tile_at(plan_ptr, tl.cdiv(H, N_), GROUP_M, PDL)
     if m < 0:
         return
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    p = first + tl.arange(0, M_)
+    e, first, end, p = rows_of(plan_ptr, m, M_)
     rows = d_ptr + p.to(tl.int64) * G
-    y, _ = _product(
+    y, _ = product(
         d, rows, p < end, first, w, w, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
         H, DEPTH, False, False, False, K_MAJOR, TMA, TMA, SWAP, M_, N_, K_,
     )  # fmt: skip
     if DEPTH < G:  # two tensors
-        y2, _ = _product(
+        y2, _ = product(
             d2, rows + DEPTH, p < end, first, v, v, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
             H, DEPTH, False, False, False, K_MAJOR, TMA, TMA, SWAP, M_, N_, K_,
         )  # fmt: skip
         y += y2
     n = column * N_ + tl.arange(0, N_)
-    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    route = routes_at(plan_ptr, bound, p, end)
     out_ptrs = y_ptr + route.to(tl.int64)[:, None] * H + n[None, :]
     tl.store(out_ptrs, y.to(y_ptr.dtype.element_ty), mask=(p < end)[:, None] & (n < H)[None, :])
 
@@ -176,7 +166,7 @@ def act_backward(
     partial = torch.empty((columns, R), dtype=torch.float32, device=out.device) if parts else None
     assert dout_TH.stride(1) == 1
     arguments = (
-        dout_TH, _descriptor(down, tile.BLOCK_N, tile.BLOCK_K, not k_major) if tma else down, gate_up_RG,
+        dout_TH, descriptor(down, tile.BLOCK_N, tile.BLOCK_K, not k_major) if tma else down, gate_up_RG,
         dout_TH if weights_TK is None else weights_TK.contiguous(), dkept, out, out if partial is None else partial,
         schedule.plan, dout_TH.stride(0),
     )  # fmt: skip
@@ -209,8 +199,8 @@ def dx_routes(
         dgate_up_RG,
         TensorDescriptor.from_tensor(dgate_up_RG[:, :depth], box) if tma else dgate_up_RG,
         TensorDescriptor.from_tensor(second, box) if tma else dgate_up_RG,
-        _descriptor(w, tile.BLOCK_N, tile.BLOCK_K, not k_major) if tma else w,
-        _descriptor(v, tile.BLOCK_N, tile.BLOCK_K, not k_major) if tma else v,
+        descriptor(w, tile.BLOCK_N, tile.BLOCK_K, not k_major) if tma else w,
+        descriptor(v, tile.BLOCK_N, tile.BLOCK_K, not k_major) if tma else v,
         y, schedule.plan,
     )  # fmt: skip
     constants = (
@@ -230,7 +220,7 @@ def act_backward_reference(
     routes, I = schedule.routes().long(), down.shape[2 if k_major else 1]
     dkept, out = torch.zeros_like(gate_up_RG), gate_up_RG.new_zeros((schedule.R, I))
     dots = torch.zeros(schedule.R, dtype=torch.float32, device=out.device)
-    for e, first, end in _spans(schedule):
+    for e, first, end in spans(schedule):
         r = routes[first:end]
         dv = dout_TH[r // choices].float() @ (down[e].float() if k_major else down[e].float().T)
         gate, up = halves_of(gate_up_RG[first:end].float(), halves)
@@ -253,6 +243,6 @@ def dx_routes_reference(
     routes, w = schedule.routes().long(), torch.cat(gate_up, 1 if k_major else 2)
     w = w if k_major else w.mT
     y = dgate_up_RG.new_zeros((schedule.R, w.shape[2]))
-    for e, first, end in _spans(schedule):
+    for e, first, end in spans(schedule):
         y[routes[first:end]] = (dgate_up_RG[first:end].float() @ w[e].float()).to(y.dtype)
     return y

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import Bound, ceil_div
 from .listed import Experts, alignment, base, tensor_of
+from .product import descriptor, product, routes_at, rows_of, spans, strides_aligned, tile_at
 from .sort import Schedule
 
 
@@ -50,93 +50,6 @@ class Tile:
     stages: int = 3
 
 
-@triton.jit
-def _tile(plan_ptr, COLUMNS: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row tile, column tile) of this program, row tiles fastest in groups of GROUP_M; row tile -1: none is left."""
-    pid, tiles = tl.program_id(0), tl.load(plan_ptr)
-    group = pid // (GROUP_M * COLUMNS)
-    height = tl.maximum(tl.minimum(tiles - group * GROUP_M, GROUP_M), 1)
-    local = pid - group * GROUP_M * COLUMNS
-    return tl.where(pid < tiles * COLUMNS, group * GROUP_M + local % height, -1), local // height
-
-
-@triton.jit
-def _product(
-    a, a_rows, a_mask, first, w, v, e, n0, stride_ak,
-    stride_we, stride_wn, stride_wk, V_ROW: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, TWO: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    K_MAJOR: tl.constexpr, A_TMA: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr = 0,
-):  # fmt: skip
-    """fp32 tiles [M_, N_] of A @ W[e]^T: of weight rows n0.. (first) and, with TWO, of rows V_ROW + n0.. of v (second).
-
-    PAIRED loads both as one tile with first and second rows alternating and returns it as [M_, 2 N_] (and as itself
-    again). A's rows are at pointers a_rows, or at positions `first`.. of descriptor a.
-    """
-    WIDTH: tl.constexpr = 2 * N_ if PAIRED else N_
-    row0 = 2 * n0 if INTERLEAVED else n0
-    k = tl.arange(0, K_)
-    a_ptrs = a_rows[:, None] + k[None, :] * stride_ak
-    if not TMA:
-        n = tl.arange(0, WIDTH)
-        if INTERLEAVED:
-            row, inside = row0 + n, row0 + n < 2 * N
-        elif PAIRED:
-            row, inside = n0 + n // 2 + (n % 2) * V_ROW, n0 + n // 2 < N
-        else:
-            row, inside = n0 + n, n0 + n < N
-        offset = e.to(tl.int64) * stride_we + row.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-        w_ptrs = tensor_of(w, e, a.dtype.element_ty, LISTED) + offset
-        if TWO:
-            v_ptrs = tensor_of(v, e, a.dtype.element_ty, LISTED) + offset + V_ROW * stride_wn
-    if SWAP:
-        acc = tl.zeros((WIDTH, M_), tl.float32)
-        acc2 = tl.zeros((WIDTH, M_), tl.float32)
-    else:
-        acc = tl.zeros((M_, WIDTH), tl.float32)
-        acc2 = tl.zeros((M_, WIDTH), tl.float32)
-    for k0 in range(0, K, K_):
-        if A_TMA:
-            x = a.load([first, k0])
-        elif K % K_ == 0:
-            x = tl.load(a_ptrs + k0 * stride_ak, mask=a_mask[:, None], other=0.0)
-        else:
-            x = tl.load(a_ptrs + k0 * stride_ak, mask=a_mask[:, None] & (k0 + k < K)[None, :], other=0.0)
-        if TMA and K_MAJOR:
-            b = tl.trans(tl.reshape(w.load([e, row0, k0]), (WIDTH, K_)))
-        elif TMA:
-            b = tl.reshape(w.load([e, k0, row0]), (K_, WIDTH))
-        elif N % N_ == 0 and K % K_ == 0:
-            b = tl.load(w_ptrs)
-        else:
-            b = tl.load(w_ptrs, mask=inside[None, :] & (k0 + k < K)[:, None], other=0.0)
-        if SWAP:
-            acc = tl.dot(tl.trans(b), tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, b, acc, input_precision="ieee")
-        if TWO:
-            if TMA and K_MAJOR:
-                b = tl.trans(tl.reshape(v.load([e, V_ROW + n0, k0]), (N_, K_)))
-            elif TMA:
-                b = tl.reshape(v.load([e, k0, V_ROW + n0]), (K_, N_))
-            elif N % N_ == 0 and K % K_ == 0:
-                b = tl.load(v_ptrs)
-            else:
-                b = tl.load(v_ptrs, mask=inside[None, :] & (k0 + k < K)[:, None], other=0.0)
-            if SWAP:
-                acc2 = tl.dot(tl.trans(b), tl.trans(x), acc2, input_precision="ieee")
-            else:
-                acc2 = tl.dot(x, b, acc2, input_precision="ieee")
-        if not TMA:
-            w_ptrs += K_ * stride_wk
-            if TWO:
-                v_ptrs += K_ * stride_wk
-    if SWAP:
-        acc = tl.trans(acc)
-        acc2 = tl.trans(acc2)
-    return acc, acc2
-
-
 @triton.jit(do_not_specialize=["bound"])
 def _fc1_kernel(
     x_ptr, w, v, bias_ptr, bias2_ptr, route_weight_ptr, act_ptr, plan_ptr, stride_xt, bound,
@@ -147,18 +60,13 @@ def _fc1_kernel(
     TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
     LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, column = _tile(plan_ptr, tl.cdiv(I, N_), GROUP_M)
+    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), GROUP_M, PDL)
     if m < 0:
         return
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    p = first + tl.arange(0, M_)
-    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    e, first, end, p = rows_of(plan_ptr, m, M_)
+    route = routes_at(plan_ptr, bound, p, end)
     x_rows = x_ptr + (route // CHOICES).to(tl.int64) * stride_xt
-    one, two = _product(
+    one, two = product(
         x_ptr, x_rows, p < end, first, w, v, e, column * N_, stride_xh, stride_we, stride_wn, stride_wk, V_ROW,
         I, H, GATED and not PAIRED, PAIRED, INTERLEAVED, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
         LISTED,
@@ -195,17 +103,12 @@ def _fc2_kernel(
     K_MAJOR: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
     M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, column = _tile(plan_ptr, tl.cdiv(H, N_), GROUP_M)
+    m, column = tile_at(plan_ptr, tl.cdiv(H, N_), GROUP_M, PDL)
     if m < 0:
         return
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    p = first + tl.arange(0, M_)
+    e, first, end, p = rows_of(plan_ptr, m, M_)
     a_rows = act_ptr + p.to(tl.int64) * I
-    y, _ = _product(
+    y, _ = product(
         act, a_rows, p < end, first, w, w, e, column * N_, 1, stride_we, stride_wn, stride_wk, 0,
         H, I, False, False, False, K_MAJOR, TMA, TMA, SWAP, M_, N_, K_, LISTED,
     )  # fmt: skip
@@ -213,23 +116,9 @@ def _fc2_kernel(
     if BIAS:
         bias_ptr = tensor_of(bias_ptr, e, act_ptr.dtype.element_ty, LISTED)
         y += tl.load(bias_ptr + e.to(tl.int64) * stride_be + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
-    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    route = routes_at(plan_ptr, bound, p, end)
     out_ptrs = y_ptr + route.to(tl.int64)[:, None] * H + n[None, :]
     tl.store(out_ptrs, y.to(y_ptr.dtype.element_ty), mask=(p < end)[:, None] & (n < H)[None, :])
-
-
-def _descriptor(w: torch.Tensor, rows: int, depth: int, k_major: bool) -> Any:
-    """The descriptor of weights [E, N, K] (k_major) or [E, K, N], boxes of `rows` x `depth`; zeros past the edges."""
-    return TensorDescriptor.from_tensor(w, [1, rows, depth] if k_major else [1, depth, rows])
-
-
-def tma_aligned(w: torch.Tensor) -> bool:
-    """Whether a tensor descriptor can address w: 16-byte base and strides, innermost contiguous."""
-    return w.data_ptr() % 16 == 0 and _strides_aligned(w.stride(), w.element_size())
-
-
-def _strides_aligned(strides: tuple[int, ...], size: int) -> bool:
-    return strides[-1] == 1 and all(s * size % 16 == 0 for s in strides[:-1])
 
 
 # What follows binds a kernel once for all calls that differ in addresses and in T only; see launch.Bound.
@@ -244,7 +133,7 @@ def _fc1_bound(
     """The kernel, and the weight rows that its descriptors fetch at once (0: it reads by addresses)."""
     H, I = sizes
     interleaved = halves.endswith("interleaved")
-    tma = aligned and _strides_aligned(w_strides, dtype.itemsize) and _strides_aligned(v_strides, dtype.itemsize)
+    tma = aligned and strides_aligned(w_strides, dtype.itemsize) and strides_aligned(v_strides, dtype.itemsize)
     # one wide tile wherever its rows can alternate without breaking contiguity
     paired = gated and (interleaved or (halves != "separate" and k_major and not tma))
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
@@ -265,7 +154,7 @@ def _fc2_bound(
     bias_stride: int | None, aligned: bool, listed: int,
 ) -> tuple[Bound, bool]:  # fmt: skip
     """The kernel, and whether it reads by descriptors."""
-    tma = aligned and _strides_aligned(w_strides, dtype.itemsize) and I * dtype.itemsize % 16 == 0
+    tma = aligned and strides_aligned(w_strides, dtype.itemsize) and I * dtype.itemsize % 16 == 0
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
     constants = (
         w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0, H, I, k_major, bias_stride is not None,
@@ -298,8 +187,8 @@ def fc1(
     out = torch.empty((schedule.R, sizes[1]), dtype=x_TH.dtype, device=x_TH.device)
     arguments = (
         x_TH,
-        _descriptor(w_at, width, tile.BLOCK_K, k_major) if width else w_at,
-        _descriptor(v_at, width, tile.BLOCK_K, k_major) if width else v_at,
+        descriptor(w_at, width, tile.BLOCK_K, k_major) if width else w_at,
+        descriptor(v_at, width, tile.BLOCK_K, k_major) if width else v_at,
         base(bias[0]) if bias else x_TH, base(bias[-1]) if bias else x_TH,
         x_TH if weights_TK is None else weights_TK.contiguous(), out, schedule.plan, strides[0],
     )  # fmt: skip
@@ -324,7 +213,7 @@ def fc2(
     arguments = (
         act_RI,
         TensorDescriptor.from_tensor(act_RI, [tile.BLOCK_M, tile.BLOCK_K]) if tma else act_RI,
-        _descriptor(down_at, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down_at,
+        descriptor(down_at, tile.BLOCK_N, tile.BLOCK_K, k_major) if tma else down_at,
         act_RI if bias is None else base(bias), y, schedule.plan,
     )  # fmt: skip
     bound((schedule.bound * ceil_div(H, tile.BLOCK_N), 1), arguments, (schedule.bound,))
@@ -363,7 +252,7 @@ def fc1_reference(
         y = x @ (w[e].float().T if k_major else w[e].float())
         return y if b is None else y + b[e].float()
 
-    for e, start, stop in _spans(schedule):
+    for e, start, stop in spans(schedule):
         x = x_TH[routes[start:stop] // choices].float()
         if weights_TK is not None:
             x = x * weights_TK.reshape(-1)[routes[start:stop], None].float()
@@ -377,15 +266,7 @@ def fc2_reference(
     """The torch twin of `fc2`; rows of dropped routes are zero."""
     routes = schedule.routes().long()
     y_RH = act_RI.new_zeros((schedule.R, down.shape[1 if k_major else 2]))
-    for e, start, stop in _spans(schedule):
+    for e, start, stop in spans(schedule):
         y = act_RI[start:stop].float() @ (down[e].float().T if k_major else down[e].float())
         y_RH[routes[start:stop]] = (y if bias is None else y + bias[e].float()).to(y_RH.dtype)
     return y_RH
-
-
-def _spans(schedule: Schedule) -> list[tuple[int, int, int]]:
-    """(expert, first position, end) of each expert that has routes."""
-    starts: dict[int, tuple[int, int, int]] = {}
-    for e, first, end in schedule.tiles().tolist():
-        starts.setdefault(e, (e, first, end))
-    return list(starts.values())

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .grouped import Tile, _descriptor, _product, _spans, _tile, gate_and_up, tma_aligned
+from .grouped import Tile, gate_and_up
 from .launch import ceil_div, launch
+from .product import descriptor, product, routes_at, rows_of, spans, tile_at, tma_aligned
 from .sort import Schedule
 
 
@@ -58,18 +58,13 @@ def _fc1_kept_kernel(
     K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
     TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    m, column = _tile(plan_ptr, tl.cdiv(I, N_), GROUP_M)
+    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), GROUP_M, PDL)
     if m < 0:
         return
-    tile_ptr = plan_ptr + 4 + 4 * m
-    e, first, end = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    p = first + tl.arange(0, M_)
-    route = tl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
+    e, first, end, p = rows_of(plan_ptr, m, M_)
+    route = routes_at(plan_ptr, bound, p, end)
     x_rows = x_ptr + (route // CHOICES).to(tl.int64) * stride_xt
-    one, two = _product(
+    one, two = product(
         x_ptr, x_rows, p < end, first, w, v, e, column * N_, 1, stride_we, stride_wn, stride_wk, V_ROW,
         I, H, GATED and not PAIRED, PAIRED, INTERLEAVED, K_MAJOR, False, TMA, SWAP, M_, N_, K_,
     )  # fmt: skip
@@ -141,8 +136,8 @@ def fc1_kept(
     assert x_TH.stride(1) == 1
     arguments = (
         x_TH,
-        _descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
-        _descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
+        descriptor(w, width, tile.BLOCK_K, k_major) if tma else w,
+        descriptor(v, width, tile.BLOCK_K, k_major) if tma else v,
         bias1, bias2, x_TH if weights_TK is None else weights_TK.contiguous(), kept, out, schedule.plan,
         x_TH.stride(0),
     )  # fmt: skip
@@ -167,7 +162,7 @@ def fc1_kept_reference(
     G = sum(w.shape[rows] for w in gate_up)
     kept = x_TH.new_zeros((schedule.R, G))
     out = x_TH.new_zeros((schedule.R, G // (1 if halves == "up" else 2)))
-    for e, first, end in _spans(schedule):
+    for e, first, end in spans(schedule):
         x = x_TH[routes[first:end] // choices].float()
         x = x if weights_TK is None else x * weights_TK.reshape(-1)[routes[first:end], None].float()
         y = torch.cat([x @ (w[e].float().T if k_major else w[e].float()) for w in gate_up], 1)

@@ -21,8 +21,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .grouped import Tile, tma_aligned
+from .grouped import Tile
 from .launch import ceil_div, launch, power_of_2
+from .product import tma_aligned
 from .sort import Schedule
 
 

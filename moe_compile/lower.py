@@ -36,7 +36,7 @@ def lower(
     """
     stands_for: dict[torch.fx.Node, torch.fx.Node] = {}  # a later region may read an earlier one's root
     writes = Writes(gm.graph)
-    outs = [_emit(gm.graph, region, *plan) for region, plan in zip(regions, plans, strict=True)]
+    outs = [_emit(gm.graph, writes, region, *plan) for region, plan in zip(regions, plans, strict=True)]
     before_swap(outs)
     for region, out in zip(regions, outs, strict=True):
         _swap(gm.graph, writes, region, out, stands_for)
@@ -62,7 +62,7 @@ def _swap(
     _sweep(graph, writes, interior)
 
 
-def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> torch.fx.Node:
+def _emit(graph: torch.fx.Graph, writes: Writes, region: Any, plan: str, fuse_router: bool) -> torch.fx.Node:
     """The operator's result in the root's shape, computed just before the root, from the region's operands."""
     root, match, spec = region.root, region.match, region.spec
 
@@ -74,11 +74,17 @@ def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> t
         node.meta.update({k: root.meta[k] for k in ("nn_module_stack", "stack_trace") if k in root.meta})
         return node
 
+    def kept(node: torch.fx.Node, last: int) -> torch.fx.Node:
+        """`node` as [T, last]; a copy where its memory is written later, since autograd keeps it for the backward."""
+        later = any(writes.position[w] > writes.position[root] for w in writes.to.get(storage(node), ()))
+        flat = _flattened(emit, node, last)
+        return emit("clone", flat) if later else flat
+
     weights: torch.fx.Node | None
     with graph.inserting_before(root):
-        hidden = _flattened(emit, match.hidden, spec.experts.H)
+        hidden = kept(match.hidden, spec.experts.H)
         if region.router is not None and fuse_router:
-            logits = _flattened(emit, region.router.logits, spec.router.E)
+            logits = kept(region.router.logits, spec.router.E)
             vectors = [
                 v if v is None or fake(v).dim() == 1 else emit("reshape", v, -1)
                 for v in (region.router.bias, region.router.expert_scale)
@@ -86,8 +92,8 @@ def _emit(graph: torch.fx.Graph, region: Any, plan: str, fuse_router: bool) -> t
             routed = emit(torch.ops.moe_compile.route.default, logits, *vectors, str(spec.router))
             weights, ids = emit(operator.getitem, routed, 0), emit(operator.getitem, routed, 1)
         else:
-            ids = _flattened(emit, match.ids, spec.experts.K)
-            weights = _routing_weights(emit, match.weights, spec.experts.K)
+            ids = kept(match.ids, spec.experts.K)
+            weights = _routing_weights(emit, kept, match.weights, spec.experts.K)
         out = emit(
             torch.ops.moe_compile.experts.default, hidden, ids, weights, list(match.gate_up), list(match.down),
             list(match.gate_up_bias), list(match.down_bias), match.post_scale, str(spec.experts), plan,
@@ -126,10 +132,10 @@ def _retarget(writes: Writes, root: torch.fx.Node, out: torch.fx.Node) -> None:
                 user.replace_input_with(target, out)
 
 
-def _routing_weights(emit: Any, weights: Any, K: int) -> torch.fx.Node | None:
+def _routing_weights(emit: Any, kept: Any, weights: Any, K: int) -> torch.fx.Node | None:
     """The weights as [T, K]: a node of the graph, or computed as the block would, cast for cast."""
     if weights is None or isinstance(weights, torch.fx.Node):
-        return None if weights is None else _flattened(emit, weights, K)
+        return None if weights is None else kept(weights, K)
     made: dict[Term, Any] = {leaf: _flattened(emit, node, K) for leaf, node in weights.nodes.items()}
 
     def value(t: Term) -> Any:

@@ -80,6 +80,32 @@ def test_memory_written_under_an_unusual_name(name: str) -> None:
     assert why == [reason]
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("write", [lambda x, scores, w: x.add_(1), lambda x, scores, w: scores.zero_(),
+                                   lambda x, scores, w: w.mul_(2)], ids=["hidden", "logits", "weights"])  # fmt: skip
+def test_what_is_written_after_the_block_has_its_gradients(write: Callable[..., Any], inner: str) -> None:
+    """The block keeps rows and weights of routes for its backward, and so may write what they are of."""
+    m = GatheredBlock().double()
+
+    def block(x: Tensor) -> Tensor:
+        x, gate = x * 1, m.gate.detach()  # whose gradient would need x
+        scores = F.linear(x, gate)
+        w, ids = torch.topk(F.softmax(scores, dim=-1), K, dim=-1)
+        _, perm, offsets = blocks.sorted_rows(ids.reshape(-1))
+        g, u = blocks.grouped(x[perm // K], m.gate_up.transpose(1, 2), offsets).chunk(2, dim=-1)
+        y = blocks.grouped(F.silu(g) * u, m.down.transpose(1, 2), offsets) * w.reshape(-1)[perm].unsqueeze(-1)
+        out = torch.zeros_like(x).index_add_(0, perm // K, y)
+        write(x, scores, w)
+        return out + x + scores.sum() + w.sum()
+
+    x, grads = torch.randn(T, H, dtype=torch.float64), []
+    for run in (block, lambda x: compiled(block, x, inner)[0]):
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads)
+
+
 def in_columns(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """A block whose result lies in memory column by column, as its hidden states do; and a reader who knows."""
     m = GatheredBlock()

@@ -22,7 +22,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for devices keeps forked processes from them
+import tuners
 from record import GEOMETRIES, THEIRS, Record, write
 
 TOKENS = tuple(1 << i for i in range(14))
-PARTS = {"dsv3": 1, "tiny": 2}  # processes of a geometry, others 4; two of dsv3 would fill a GPU
+BIG = "dsv3"  # has one process: two would fill a GPU
 LONG = 0.3e-3  # seconds of a call, at least, from which a tuner repeats it less
 WEIGHT = {"dsv3": 3.0, "mixtral": 1.6}  # of a cell's time, others 1
 LAST = 3.0  # seconds that writing and the table take
@@ -50,14 +50,15 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
         importlib.import_module(name)
     import torch
 
-    from moe_compile import contest
+    from moe_compile import contest, suite
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     of = contest.Contest(geometry, device, rounds=arguments.rounds, only=tuple(filter(None, arguments.only.split(","))))
     cells = []
+    tuners.shared()
     with torch.no_grad():
         # of one that fills the GPU with what others copy, those come last: the other processes have let go of theirs
-        for T in tokens if PARTS.get(geometry) != 1 else tokens[::-1]:
+        for T in tokens if geometry != BIG else tokens[::-1]:
             if time.time() > arguments.prepared:
                 say(geometry, "not compiled in time, from", T, "on")
                 break
@@ -65,7 +66,7 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             took = of.compile(T, without=("flashinfer_cutlass",) if T == tokens[0] else THEIRS)
             say(geometry, T, "compiled:", ", ".join(f"{name} {s:.1f} s" for name, s in took.items() if s > 0.2))
             of.forget()  # other processes need the memory
-        forget()
+        settle()
         (folder / "ready").touch()
         while not (folder / "turn").exists():
             time.sleep(0.05)
@@ -74,7 +75,7 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             if time.time() > until:
                 say(geometry, "not timed:", tokens[tokens.index(T) :])
                 break
-            hurry(of, T)
+            tuners.alone(suite.limit(of.spec, suite.tokens_of(of.spec, T, device)[1]) >= LONG)
             cells.append(of.cell(T))
             say(cells[-1])
             write(folder / "cells.json", contest.as_json(contest.record(cells, device)))
@@ -117,29 +118,11 @@ def memory(of: Any, T: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def hurry(of: Any, T: int) -> None:
-    """Other libraries' tuners: fewer repeats of a tactic than is their habit."""
-    from moe_compile import suite
-
-    long = suite.limit(of.spec, suite.tokens_of(of.spec, T, of.device)[1]) >= LONG
-    if "flashinfer" in sys.modules:
-        tuner = importlib.import_module("flashinfer.autotuner").AutoTuner.get()
-        tuner.warmup, tuner.repeat = (1, 3) if long else (3, 10)
-    if "quack" in sys.modules:
-        time_of = partial(importlib.import_module("triton.testing").do_bench, warmup=2, rep=8)
-        interface = importlib.import_module("quack.gemm_interface")
-        interface.gemm_gated_tuned._do_bench = interface.gemm_tuned._do_bench = time_of
-
-
-def forget() -> None:
-    """Other libraries' tuned choices, not what they compiled."""
+def settle() -> None:
+    """Nothing runs, nothing is chosen, no memory is held that is not used."""
     import torch
 
-    if "flashinfer" in sys.modules:
-        from moe_compile.providers import flashinfer
-
-        importlib.import_module("flashinfer.autotuner").AutoTuner.get().clear_cache()
-        flashinfer._ready.cache_clear()
+    tuners.forget()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -214,13 +197,13 @@ def turns(
         ended(folder)
 
 
-def deal(cells: list[str], gpus: int) -> list[tuple[str, list[int], str, int]]:
+def deal(cells: list[str], gpus: int, most: int) -> list[tuple[str, list[int], str, int]]:
     """(geometry, tokens, name, GPU) of each process, in the order of their turns."""
     parts: list[tuple[str, list[int], str]] = []
     for text in cells:
         geometry, _, some = text.partition(":")
         tokens = [int(t) for t in some.split(",")] if some else list(TOKENS)
-        many = PARTS.get(geometry, 4)
+        many = 1 if geometry == BIG else most
         parts += [(geometry, tokens[k::many], f"{geometry}_{k}") for k in range(many) if tokens[k::many]]
     load = [0.0] * gpus
     to: dict[str, int] = {}
@@ -234,6 +217,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=list(GEOMETRIES), metavar="GEOMETRY[:T,T]", help="default all")
     parser.add_argument("--gpus", type=int, default=0, help="default all")
+    parser.add_argument("--parts", type=int, default=4, help="processes of a geometry")
     parser.add_argument("--seconds", type=float, default=1e4, help="end after so many")
     parser.add_argument("--prepare", type=float, default=5e3, help="begin no compilation after so many seconds")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
@@ -259,7 +243,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="gpu_bench_"))
     tasks: list[list[tuple[str, list[int], Path]]] = [[] for _ in range(gpus)]
     processes: dict[Path, Any] = {}
-    for geometry, tokens, name, gpu in deal(arguments.cells, gpus):
+    for geometry, tokens, name, gpu in deal(arguments.cells, gpus, arguments.parts):
         folder = root / name
         folder.mkdir()
         of = geometry, tokens, folder, visible[gpu], arguments

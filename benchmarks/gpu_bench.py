@@ -46,7 +46,7 @@ def say(*words: Any) -> None:
 
 def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Namespace) -> None:
     """A process: compile, say that it is ready, wait for its turn, time."""
-    for name in filter(None, arguments.imports.split(",")):
+    for name in arguments.imports:
         importlib.import_module(name)
     import torch
 
@@ -133,13 +133,13 @@ def cost(geometry: str, tokens: list[int]) -> float:
     return WEIGHT.get(geometry, 1.0) * sum(1.7 + T / 1500 for T in tokens)
 
 
-def warm() -> None:
+def warm(further: list[str]) -> None:
     """Import what every process needs, before they are forked: each import takes seconds."""
     for name in (
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.codegen.triton",
         "torch._inductor.runtime.triton_heuristics", "torch._functorch.aot_autograd",
         "transformers.models.gpt_oss.modeling_gpt_oss", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode",
+        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode", *further,
     ):  # fmt: skip
         importlib.import_module(name)
 
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
     parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
     parser.add_argument("--name", default="h200.json", help="of the record, under $OUT")
-    parser.add_argument("--imports", default="", help="modules that each process imports first, commas between")
+    parser.add_argument("--imports", nargs="*", default=[], metavar="MODULE", help="modules to import first")
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)  # geometry, tokens, folder of a process
     parser.add_argument("--prepared", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -232,7 +232,7 @@ def main() -> None:
         geometry, tokens, folder = arguments.work
         work(geometry, [int(t) for t in tokens.split(",")], Path(folder), arguments)
         return
-    warm()
+    warm(arguments.imports)
     import torch
 
     from moe_compile import contest, standing

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -107,7 +108,9 @@ def wait() -> None:
 def main() -> None:
     torch.set_float32_matmul_precision("high")
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT.parent / "shared" / "models" / "byte_moe"
-    text = torch.tensor(list((folder / "heldout.txt").read_bytes()[:READ]), device=DEVICE)[None]
+    plain = re.search(rb"[\t-\r -~]{%d}" % READ, (folder / "heldout.txt").read_bytes())
+    assert plain, f"heldout.txt has no {READ} bytes of ASCII in a row"
+    text = torch.tensor(list(plain[0]), device=DEVICE)[None]
     models = {}
     for implementation in ("grouped_mm", "batched_mm"):
         loaded = AutoModelForCausalLM.from_pretrained(

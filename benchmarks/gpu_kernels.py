@@ -172,13 +172,12 @@ def stage(kind: str, spec: ExpertsSpec, M: int, variant: tuple[int, ...], x: tor
     return lambda: grouped.fc2(a, p.down, p.down_bias, schedule, k_major=spec.down == "EHI", tile=tile)
 
 
-def sort_with(fused_routes: int, *args: Any) -> Any:
-    kept = sort.FUSED_ROUTES, sort._FUSED_COUNTS
-    sort.FUSED_ROUTES, sort._FUSED_COUNTS = fused_routes, 1 << 62
+def sort_with(alone: bool, *args: Any) -> Any:
+    kept, sort.counts_alone = sort.counts_alone, lambda R, E: alone
     try:
         return sort.sort_routes(*args)
     finally:
-        sort.FUSED_ROUTES, sort._FUSED_COUNTS = kept
+        sort.counts_alone = kept
 
 
 def blocks_for(spec: ExpertsSpec, T: int) -> list[int]:
@@ -198,8 +197,8 @@ def time_stages(name: str, Ts: list[int], timer: Timer, layers: list[ExpertWeigh
         for M in blocks_for(spec, T):
             plans = [sort_routes(ids, spec.E, M) for _, ids, _ in inputs]
             calls[f"sort M={M}"] = [lambda i=i, M=M: sort_routes(i[1], spec.E, M) for i in inputs]
-            calls[f"sort M={M} fused"] = [lambda i=i, M=M: sort_with(1 << 20, i[1], spec.E, M) for i in inputs]
-            calls[f"sort M={M} three launches"] = [lambda i=i, M=M: sort_with(0, i[1], spec.E, M) for i in inputs]
+            calls[f"sort M={M} alone"] = [lambda i=i, M=M: sort_with(True, i[1], spec.E, M) for i in inputs]
+            calls[f"sort M={M} together"] = [lambda i=i, M=M: sort_with(False, i[1], spec.E, M) for i in inputs]
             for kind in ("fc1", "fc2"):
                 for v in variants_for(kind, M):
                     if (kind, name, M, v) not in skip:

@@ -1,6 +1,6 @@
 """Small calls of every kernel, for compute-sanitizer; each family alone, or all:
 
-    compute-sanitizer --tool memcheck python benchmarks/gpu_sanitize.py [decode grouped hopper training route]
+    compute-sanitizer --tool memcheck python benchmarks/gpu_sanitize.py [decode grouped hopper training sort route]
     compute-sanitizer --tool racecheck python benchmarks/gpu_sanitize.py hopper
 
 Sizes that no tile divides where a kernel allows them, dropped routes, an expert without rows. Prints each call; says
@@ -20,6 +20,7 @@ import torch
 
 from moe_compile.activation import Activation
 from moe_compile.hardware import facts
+from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
 from moe_compile.providers import triton_backward, triton_route
 from moe_compile.providers.base import Provider, Tactic
@@ -92,6 +93,15 @@ def training() -> Iterator[str]:
             yield f"training, {name}, T={T}: train={train} keep={keep} hopper={tiles.hopper}"
 
 
+def sort() -> Iterator[str]:
+    """Counted alone, and together."""
+    for T, experts in ((90, 5), (3000, 5), (1500, 600)):
+        ids = torch.randint(-1, experts + 1, (T, K), device=GPU, generator=torch.Generator(GPU).manual_seed(T))
+        sort_routes(ids, experts, 16)
+        sort_routes(ids, experts, 192, 64)
+        yield f"sort, T={T}, E={experts}"
+
+
 def route() -> Iterator[str]:
     for spec in (
         RouterSpec(E=60, K=4, renorm="sum", logits="bf16", out="bf16"),
@@ -104,7 +114,7 @@ def route() -> Iterator[str]:
         yield f"route, {spec}"
 
 
-FAMILIES = {f.__name__: f for f in (decode, grouped, hopper, training, route)}
+FAMILIES = {f.__name__: f for f in (decode, grouped, hopper, training, sort, route)}
 
 
 def main() -> None:

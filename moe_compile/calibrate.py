@@ -180,8 +180,8 @@ def write(row: Mapping[str, Any]) -> None:
 
 CONSTANTS = {
     "launch": "seconds that one launch in a CUDA graph adds",
-    "sort_launch": "the same for the launches of the sort",
-    "sort_cost": "seconds a route and expert of the sort that recounts all ids in every program",
+    "sort_launch": "the same for the sort, and that again where its programs wait for each other",
+    "sort_cost": "seconds a route and expert of the sort in which every program counts all ids",
     "pass_share": "share of the bandwidth that a pass over rows reaches (above 1: L2 has the rows)",
     "tiled_share": "share of the datasheet's bandwidth that tiled linears reach",
     "tiled_grain": "the same, where weights are contiguous along columns instead of depth, over `tiled_share`",

@@ -93,9 +93,10 @@ SHEETS: dict[type[Any], dict[str, str]] = {
         "seconds": "launch + (memory**3 + compute**3)**(1/3)",
     },
     Sorted: {
-        "launches": "Piecewise((1, R <= single), (3, True))",
-        "chunk": "Piecewise((R, R <= single), (0, True))",
-        "seconds": "launches * sort_launch + chunk * E * sort_cost",
+        "launches": "1",
+        "rounds": "Piecewise((1, R <= alone), (2, True))",
+        "counted": "Piecewise((R, R <= alone), (0, True))",
+        "seconds": "rounds * sort_launch + counted * E * sort_cost",
     },
     Passed: {
         "launches": "kernels + expert_launches * active",

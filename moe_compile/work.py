@@ -80,10 +80,10 @@ class Library:
 
 @dataclass(frozen=True, kw_only=True)
 class Sorted:
-    """Routes into expert order: one launch up to `single` routes, three beyond."""
+    """Routes into expert order, in one launch: up to `alone` routes each program counts all, beyond they share that."""
 
     name: str = "sort"
-    single: int
+    alone: int
 
 
 @dataclass(frozen=True, kw_only=True)

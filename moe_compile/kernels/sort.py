@@ -1,9 +1,13 @@
 """From ids_TK to the schedule of the grouped linears: the routes in expert order, and who computes which rows.
 
-In: ids_TK (int32 or int64), E, and BLOCK_M, the rows of a tile. Out: `Schedule`, on the device, without a host
-synchronization: one launch for few routes (FUSED_ROUTES), else three. Route r = t * K + k.
+In: ids_TK (int32 or int64), E, and BLOCK_M, the rows of a tile. Out: `Schedule`, on the device, in one launch, without
+a host synchronization. Route r = t * K + k; a program places a chunk of them, for which it needs the counts of all.
+For few routes it counts them itself. Else the programs meet: each takes chunks to count until none is left, and waits
+for those that others took before it adds up their counts.
 Invariants: routes of an expert are contiguous and ascend (the sort is stable, hence deterministic); a route whose id is
-not in [0, E) is in no tile; a tile never spans experts; no program reads what another of its launch writes.
+not in [0, E) is in no tile; a tile never spans experts. No program waits for one that may not have started: what it
+waits for was taken by programs that run, and that wait for nothing until they have counted it. So any number of
+programs may be resident, down to one at a time, as in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import Bound, ceil_div, power_of_2
+from .zeroed import zeroed
 
-FUSED_ROUTES, _FUSED_COUNTS = 2048, 1 << 19  # most R and most R * bins for which every program recounts all ids
+ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 19  # most R and most R * bins for which every program counts all ids
 _SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk
 _SCAN = 1024  # ids counted at once
-_MAX_CHUNKS = 256
-_WIDTH = 16  # experts that a program of the scan takes
+_CHUNKS = 128  # most
+_CELLS = 1 << 14  # counts added up at once
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,10 @@ def tile_bound(R: int, E: int, BLOCK_M: int) -> int:
     return R // BLOCK_M + min(E, R)
 
 
-def sort_launches(R: int, E: int) -> int:
-    """Launches that sorting takes: 1, or 3 where recounting all ids in every program would cost more than two launches
-    (qwen3_30b T=1024: 9 us in three, 14 in one; T=256: 8 either way; qwen3next T=256: 13, 21; H200, 2026-11-30)."""
-    return 1 if R <= FUSED_ROUTES and R * _bins_of(E) <= _FUSED_COUNTS else 3
+def counts_alone(R: int, E: int) -> bool:
+    """Whether every program counts all ids: it waits for no other, but counts R of them in E bins. (us so and together:
+    E128 K8 T=256 4.0, 5.5; T=512 5.8, 5.6; E512 K10 T=64 5.6, 6.5; T=256 9.2, 7.0; H200, 2026-12-01)"""
+    return R <= ALONE_ROUTES and R * _bins_of(E) <= ALONE_COUNTS
 
 
 def _bins_of(E: int) -> int:
@@ -86,7 +91,7 @@ def _bins_of(E: int) -> int:
 
 @triton.jit
 def _bins(ids_ptr, r, end, E: tl.constexpr):
-    """The experts of routes r (int32 of r's shape); E for routes >= end and for ids outside [0, E)."""
+    """The experts of routes r (int32 of r's shape) from ids_ptr on; E for r >= end and for ids outside [0, E)."""
     ids = tl.load(ids_ptr + r, mask=r < end, other=E)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
@@ -97,64 +102,72 @@ def _counts(experts, E: tl.constexpr, BINS: tl.constexpr):
     return tl.histogram(experts, BINS, mask=experts < E)
 
 
-@triton.jit(do_not_specialize=["R", "length"])
-def _count_kernel(
-    ids_ptr, counters_ptr, R, length, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr, PDL: tl.constexpr
-):
-    """counters[chunk, e] = how many of the chunk's `length` routes go to e."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    chunk = tl.program_id(0)
-    count = tl.zeros((BINS,), tl.int32)
-    end = tl.minimum((chunk + 1) * length, R)
-    for start in range(chunk * length, end, SCAN):
-        count += _counts(_bins(ids_ptr, start + tl.arange(0, SCAN), end, E), E, BINS)
-    tl.store(counters_ptr + chunk * BINS + tl.arange(0, BINS), count)
+@triton.jit
+def _counted_alone(ids_ptr, origin, R, E: tl.constexpr, BINS: tl.constexpr, SCAN: tl.constexpr):
+    """How many routes each expert has, and how many of them are before `origin`."""
+    total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for start in range(0, R, SCAN):
+        r = start + tl.arange(0, SCAN)
+        count = _counts(_bins(ids_ptr, r, R, E), E, BINS)
+        total += count
+        if start + SCAN <= origin:
+            before += count
+        elif start < origin:
+            before += _counts(_bins(ids_ptr, r, origin, E), E, BINS)
+    return total, before
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def _scan_kernel(
-    counters_ptr, chunks, BINS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
-):
-    """counters[c, e] <- sum of counters[c', e] over c' < c; the total goes to row `chunks`."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    c = tl.arange(0, CHUNKS)[:, None]
-    e = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    at = counters_ptr + c * BINS + e[None, :]
-    count = tl.load(at, mask=c < chunks, other=0)
-    tl.store(at, tl.cumsum(count, axis=0) - count, mask=c < chunks)
-    tl.store(counters_ptr + chunks * BINS + e, tl.sum(count, axis=0))
+@triton.jit
+def _counted_together(
+    ids_ptr, counters_ptr, words_ptr, R, length, E: tl.constexpr, BINS: tl.constexpr, SUB: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same, of the program's chunk. words: chunks taken + (chunks counted << 16); programs that know both."""
+    mine, chunks, e = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
+    state = tl.atomic_add(words_ptr, 1, sem="relaxed")
+    while (state & 0xFFFF) < chunks:
+        chunk = state & 0xFFFF
+        count, origin = tl.zeros((BINS,), tl.int32), chunk * length
+        n = tl.minimum(length, R - origin)
+        for start in range(0, n, SUB):
+            count += _counts(_bins(ids_ptr + origin, start + tl.arange(0, SUB), n, E), E, BINS)
+        tl.store(counters_ptr + chunk * BINS + e, count.to(counters_ptr.dtype.element_ty))
+        tl.debug_barrier()  # all of them are written
+        state = tl.atomic_add(words_ptr, 0x10001, sem="acq_rel")
+    state = tl.atomic_add(words_ptr, 0, sem="acquire")
+    while (state >> 16) < chunks:
+        state = tl.atomic_add(words_ptr, 0, sem="acquire")
+    tl.debug_barrier()
+    total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    for first in range(0, chunks, ROWS):
+        c = first + tl.arange(0, ROWS)[:, None]
+        counts = tl.load(counters_ptr + c * BINS + e[None, :], mask=c < chunks, other=0).to(tl.int32)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(c < mine, counts, 0), axis=0)
+    if tl.atomic_add(words_ptr + 1, 1, sem="relaxed") == chunks - 1:  # no one looks any more
+        tl.store(words_ptr, 0)
+        tl.store(words_ptr + 1, 0)
+    return total, before
 
 
 @triton.jit(do_not_specialize=["R", "length", "bound"])
-def _place_kernel(
-    ids_ptr, counters_ptr, plan_ptr, R, length, bound,
+def _sort_kernel(
+    ids_ptr, counters_ptr, words_ptr, plan_ptr, R, length, bound,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, INVERSE: tl.constexpr,
-    FUSED: tl.constexpr, SCAN: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, SCAN: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places the chunk's routes, and writes its share of the tiles. FUSED counts here, else `counters` has the scan.
-    INVERSE writes positions and ends, too."""
+    """Places the chunk's routes, and writes its share of the tiles. INVERSE writes positions and ends, too. SCAN: ids
+    counted at once where ALONE, else chunks whose counts are added up at once."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     chunk, chunks = tl.program_id(0), tl.num_programs(0)
     e = tl.arange(0, BINS)
     origin = chunk * length
-    if FUSED:
-        total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
-        for start in range(0, R, SCAN):
-            r = start + tl.arange(0, SCAN)
-            count = _counts(_bins(ids_ptr, r, R, E), E, BINS)
-            total += count
-            if start + SCAN <= origin:
-                before += count
-            elif start < origin:
-                before += _counts(_bins(ids_ptr, r, origin, E), E, BINS)
+    if ALONE:
+        total, before = _counted_alone(ids_ptr, origin, R, E, BINS, SCAN)
     else:
-        total, before = tl.load(counters_ptr + chunks * BINS + e), tl.load(counters_ptr + chunk * BINS + e)
+        total, before = _counted_together(ids_ptr, counters_ptr, words_ptr, R, length, E, BINS, SUB, SCAN)
     first = tl.cumsum(total, axis=0) - total
     tiles = (total + BLOCK_M - 1) // BLOCK_M
     at = tl.cumsum(tiles, axis=0) - tiles
@@ -180,31 +193,26 @@ def _place_kernel(
         tl.store(ends_ptr, tl.where(total > 0, first, 0), mask=e < E)
         tl.store(ends_ptr + 1, tl.where(total > 0, first + total, 0), mask=e < E)
     free = first + before  # each expert's next position
-    i = tl.arange(0, SUB)
-    end = tl.minimum(origin + length, R)
-    for start in range(origin, end, SUB):
-        mine = _bins(ids_ptr, start + i, end, E)
-        earlier = (mine[:, None] == mine[None, :]) & (i[None, :] < i[:, None])
-        position = tl.gather(free, tl.minimum(mine, BINS - 1), axis=0) + tl.sum(earlier.to(tl.int32), axis=1)
-        tl.store(routes_ptr + position, start + i, mask=mine < E)
+    i, n = tl.arange(0, SUB), tl.minimum(length, R - origin)
+    for start in range(0, n, SUB):
+        mine = _bins(ids_ptr + origin, start + i, n, E)
+        earlier = (mine[:, None] == mine[None, :]) & (i[:, None] < i[None, :])  # summed down columns: no shuffles
+        position = tl.gather(free, tl.minimum(mine, BINS - 1), axis=0) + tl.sum(earlier.to(tl.int32), axis=0)
+        tl.store(routes_ptr + position, origin + start + i, mask=mine < E)
         if INVERSE:
-            tl.store(positions_ptr + start + i, position, mask=mine < E)
-        if start + SUB < end:
+            tl.store(positions_ptr + origin + start + i, position, mask=mine < E)
+        if start + SUB < n:
             free += _counts(mine, E, BINS)
 
 
 @lru_cache(1024)
-def _bound(step: str, E: int, rows: tuple[int, int, bool], size: int, ids: torch.dtype, device: torch.device) -> Bound:
-    """A step's kernel for all calls that differ in addresses and in R only (launch.Bound). rows: of a tile and of its
-    parts, and `inverse`. size: chunks of the scan, or the ids that the fused place counts at once, 0 where it is not
-    fused."""
-    bins = _bins_of(E)
-    if step == "count":
-        return Bound(_count_kernel, (E, bins, _SUB), device, overlap=True)
-    if step == "scan":
-        return Bound(_scan_kernel, (bins, size, _WIDTH), device, overlap=True)
-    constants = (E, bins, *rows, bool(size), size or _SCAN, _SUB)
-    return Bound(_place_kernel, constants, device, warps=8 if bins > 512 else 4, overlap=True)
+def _bound(
+    E: int, rows: tuple[int, int], inverse: bool, alone: bool, scan: int, ids: torch.dtype, counters: torch.dtype,
+    device: torch.device,
+) -> Bound:  # fmt: skip
+    """The kernel for all calls that differ in addresses and in R only. rows: of a tile and of its parts."""
+    constants = (E, _bins_of(E), *rows, inverse, alone, scan, _SUB)
+    return Bound(_sort_kernel, constants, device, warps=_SUB // 32, overlap=True)
 
 
 def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0, *, inverse: bool = False) -> Schedule:
@@ -216,22 +224,18 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0, *, in
     R = ids_TK.numel()
     assert 1 <= R < 2**31, R
     ids = ids_TK.contiguous()
-    bound, rows = tile_bound(R, E, BLOCK_M), (BLOCK_M, part or BLOCK_M, inverse)
+    bound, rows, bins = tile_bound(R, E, BLOCK_M), (BLOCK_M, part or BLOCK_M), _bins_of(E)
     plan = torch.empty(plan_size(R, E) if inverse else 4 + 4 * bound + R, dtype=torch.int32, device=ids.device)
-    if sort_launches(R, E) == 1:
-        fused = _bound("place", E, rows, min(_SCAN, max(_SUB, power_of_2(R))), ids.dtype, ids.device)
-        fused((ceil_div(R, _SUB), 1), (ids, plan, plan), (R, _SUB, bound))
-        return Schedule(plan, bound, R)
-    length = _SUB * ceil_div(R, _SUB * _MAX_CHUNKS)
-    chunks, bins = ceil_div(R, length), _bins_of(E)
-    counters = torch.empty((chunks + 1) * bins, dtype=torch.int32, device=ids.device)
-    count, scan, place = (
-        _bound(step, E, rows, power_of_2(chunks) if step == "scan" else 0, ids.dtype, ids.device)
-        for step in ("count", "scan", "place")
-    )
-    count((chunks, 1), (ids, counters), (R, length))
-    scan((bins // _WIDTH, 1), (counters,), (chunks,))
-    place((chunks, 1), (ids, counters, plan), (R, length, bound))
+    if alone := counts_alone(R, E):
+        length, scan = _SUB, min(_SCAN, max(_SUB, power_of_2(R)))
+        counters = words = plan
+    else:
+        length, scan = _SUB * ceil_div(R, _SUB * _CHUNKS), max(1, _CELLS // bins)
+        kind = torch.int16 if length < 1 << 15 else torch.int32
+        counters = torch.empty(ceil_div(R, length) * bins, dtype=kind, device=ids.device)
+        words = zeroed(ids.device)()
+    kernel = _bound(E, rows, inverse, alone, scan, ids.dtype, counters.dtype, ids.device)
+    kernel((ceil_div(R, length), 1), (ids, counters, words, plan), (R, length, bound))
     return Schedule(plan, bound, R)
 
 

@@ -32,6 +32,7 @@ from . import launch
 from .launch import Launched
 from .listed import Table, base
 from .tensor_maps import TensorMaps, maps_of, without_encoding
+from .zeroed import zeroed
 
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ExpertWeights], torch.Tensor]
 _ALIGNED = 256  # bytes, of a buffer in the scratch
@@ -116,8 +117,8 @@ class _Unknown(Exception):
 class Tape:
     """The launches of one kind of call.
 
-    A replay makes one list of values: the addresses of operands, output and buffers, the tensor maps, the stream, and
-    what never changes. Each launch picks what it is given from that list.
+    A replay makes one list of values: the addresses of operands, output and buffers, the tensor maps, the stream, its
+    zeroed words where a kernel takes them, and what never changes. Each launch picks what it is given from that list.
     """
 
     def __init__(
@@ -148,14 +149,17 @@ class Tape:
                     if maps and (at, maps) not in self.maps:
                         self.maps.append((at, maps))
         output, stream = len(addresses), len(every) + len(self.maps)
+        self.words = zeroed(out.device) if any(kind == "words" for _, given in parts for kind, _ in given) else None
         if launched and not uses[output]:
             raise _Unknown("what writes the output")
-        next_constant = count(stream + 1)
+        next_constant = count(stream + (1 if self.words is None else 2))
 
         def index(kind: str, value: Any) -> int:
             """Of an argument in a replay's list of values."""
             if kind == "stream":
                 return stream
+            if kind == "words":
+                return stream + 1
             if kind == "constant":
                 return next(next_constant)
             if kind == "tensor":
@@ -176,7 +180,10 @@ class Tape:
         values += [start + offset for offset in self.offsets]
         for at, maps in self.maps:
             values.append(maps(values[at]))
-        values.append(torch._C._cuda_getCurrentRawStream(self.index))
+        values.append(stream := torch._C._cuda_getCurrentRawStream(self.index))
+        if self.words is not None:
+            words = self.words(stream)
+            values.append(words.data_ptr())
         values += self.constants
         for run, pick in self.launches:
             run(*pick(values))
@@ -184,8 +191,8 @@ class Tape:
 
 
 def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
-    """Triton's launcher and what it takes, each ("tensor", t), ("map", (t, its maps)), ("stream", _) or ("constant",
-    value)."""
+    """Triton's launcher and what it takes, each ("tensor", t), ("map", (t, its maps)), ("stream", _), ("words", _) or
+    ("constant", value)."""
     if launched.compiled is None:
         raise _Unknown("a kernel that is not kept compiled")
     run, function, metadata = launched.compiled
@@ -205,7 +212,7 @@ def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
         if isinstance(a, int):
             taken += constants(a)
         elif isinstance(a, torch.Tensor):
-            taken.append(("tensor", a))
+            taken.append(("words", None) if zeroed(a.device).owns(a) else ("tensor", a))
         else:
             maps = maps_of(a, next(metas))
             taken += [("map", (a.base, maps)), *constants(*maps.rest)]

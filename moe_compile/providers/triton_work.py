@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ..spec import ELEMENT_BYTES, ExpertsSpec
 from ..work import Passed, Sorted, Streamed, Tiled, Work
 
-FUSED_ROUTES, FUSED_COUNTS = 2048, 1 << 19  # as kernels/sort.py, whose import needs triton
+ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 19  # as kernels/sort.py, whose import needs triton
 
 
 def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
@@ -34,7 +34,7 @@ def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     )  # fmt: skip
     bins = max(32, 1 << (spec.E - 1).bit_length())
     finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
-    return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), first, second, finalize))
+    return Work(steps=(Sorted(alone=min(ALONE_ROUTES, ALONE_COUNTS // bins)), first, second, finalize))
 
 
 def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
@@ -71,4 +71,4 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     bins = max(32, 1 << (spec.E - 1).bit_length())
     order = () if knobs["GATHER"] else (Passed(name="permute", route_bytes=2 * spec.H * size),)
     finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
-    return Work(steps=(Sorted(single=min(FUSED_ROUTES, FUSED_COUNTS // bins)), *order, first, second, finalize))
+    return Work(steps=(Sorted(alone=min(ALONE_ROUTES, ALONE_COUNTS // bins)), *order, first, second, finalize))

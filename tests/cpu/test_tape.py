@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from moe_compile.kernels import tape, tensor_maps
 from moe_compile.kernels.launch import Bound, compiling
+from moe_compile.kernels.zeroed import zeroed
 from moe_compile.operands import ExpertWeights
 
 H = 8
@@ -164,6 +165,33 @@ def test_a_tape_holds_no_tensor():
     del x, ids, p
     gc.collect()
     assert [r() for r in alive] == [None] * 4
+
+
+def test_zeroed_words_are_those_of_the_calls_stream(monkeypatch):
+    words, made = zeroed(torch.device("cpu")), {STREAM: torch.zeros(4), 8: torch.zeros(4)}
+    given: list[int] = []
+
+    class Counting(Bound):
+        def run(self, *arguments: Any) -> None:
+            given.append(arguments[10])
+
+        def _compile(self, key: Any, grid: Any, arguments: Any, free: Any) -> None:
+            self.compiled[key] = (self.run, "function", "metadata")
+
+    kernel = Counting(None, (), torch.device("cpu"))
+
+    def program(x: torch.Tensor, ids: torch.Tensor, w: Any, packed: ExpertWeights) -> torch.Tensor:
+        out = torch.empty(x.shape)
+        kernel((1, 1), (x, words(), out))
+        return out
+
+    run, (x, ids, w, p) = tape.recorded(program), inputs()
+    run(x, ids, w, p)
+    monkeypatch.setattr(type(words), "__call__", lambda self, stream: made[stream])
+    for stream in (STREAM, 8, STREAM):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream)
+        run(x, ids, w, p)
+    assert given == [made[s].data_ptr() for s in (STREAM, 8, STREAM)]
 
 
 def test_threads_replay_side_by_side():

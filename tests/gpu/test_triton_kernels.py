@@ -9,7 +9,6 @@ pytest.importorskip("triton")
 from moe_compile.activation import Activation, evaluate  # noqa: E402
 from moe_compile.hardware import facts  # noqa: E402
 from moe_compile.kernels.grouped import gate_and_up  # noqa: E402
-from moe_compile.kernels.sort import sort_routes, sort_routes_reference  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
 from moe_compile.peers import PEERS  # noqa: E402
 from moe_compile.plan import shortlist  # noqa: E402
@@ -168,21 +167,6 @@ def test_routes_past_2_to_the_31():
     tokens = [0, T // 2, T - 1]
     want = exact(spec, tokens, *inputs)
     assert ((run(*inputs)[tokens].double() - want).norm() / want.norm()).item() < LIMIT["bf16"]
-
-
-@pytest.mark.parametrize(
-    ("T", "K", "E"), [(3, 8, 128), (256, 8, 128), (300, 10, 512), (1025, 8, 128), (70_000, 8, 1024)]
-)
-def test_sort(T, K, E):
-    torch.manual_seed(T)
-    ids = torch.randint(-1, E + 1, (T, K), device=GPU)
-    got, want = sort_routes(ids, E, 64, inverse=True), sort_routes_reference(ids, E, 64)
-    placed = int(((ids >= 0) & (ids < E)).sum())
-    assert torch.equal(got.tiles(), want.tiles())
-    assert torch.equal(got.routes()[:placed], want.routes()[:placed])
-    assert torch.equal(got.ends(E), want.ends(E))
-    here = got.routes()[:placed].long()
-    assert torch.equal(got.positions()[here], want.positions()[here])
 
 
 needs_hopper = pytest.mark.skipif(

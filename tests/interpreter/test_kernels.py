@@ -4,11 +4,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from moe_compile.activation import Activation, Expr, evaluate, parse_expr, pointwise_table
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.hopper import permute
 from moe_compile.kernels.sort import sort_routes, sort_routes_reference
+from moe_compile.kernels.zeroed import zeroed
 
 
 @triton.jit
@@ -71,43 +74,43 @@ def test_epilogue_is_cached_by_expression():
     assert epilogue(parse_expr("mul(silu(gate),up)")) is epilogue(parse_expr("mul(up,silu(gate))"))
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(
-    ("T", "K", "E", "kind"),
-    [
-        (1, 1, 1, "any"),
-        (1, 8, 128, "any"),
-        (5, 3, 7, "any"),
-        (40, 8, 16, "sentinels"),
-        (300, 4, 1024, "any"),
-        (150, 2, 8, "one"),
-        (700, 2, 5, "sentinels"),
-        (3, 2, 4, "none"),
-    ],
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 60), st.integers(1, 32), st.sampled_from([1, 2, 5, 31, 33, 128, 200, 1024])),
+    ids=st.sampled_from(["any", "dropped", "one", "none"]),
+    rows=st.sampled_from([(16, 0), (64, 0), (48, 16), (192, 64)]),
+    chunks=st.sampled_from([0, 1, 3, 128]),
+    inverse=st.booleans(),
+    seed=st.integers(0, 9),
 )
-def test_sort(T, K, E, kind, fused, monkeypatch):
-    monkeypatch.setattr("moe_compile.kernels.sort.FUSED_ROUTES", 2048 if fused else 0)
-    monkeypatch.setattr("moe_compile.kernels.sort._MAX_CHUNKS", 4)  # several sub-blocks a chunk
-    torch.manual_seed(1)
-    ids = torch.randint(0, E, (T, K), dtype=torch.int32 if T % 2 else torch.int64)
-    if kind == "sentinels":
-        ids[torch.rand(T, K) < 0.3] = E
-        ids[torch.rand(T, K) < 0.2] = -1
-    if kind == "one":
-        ids[:] = E - 2
-    if kind == "none":
-        ids[:] = E
-    for block, part in ((16, 0), (64, 0), (48, 16)):
-        want = sort_routes_reference(ids, E, block, part)
-        got = sort_routes(ids, E, block, part, inverse=part != 16)
-        assert got.bound == want.bound >= len(want.tiles())
-        assert got.tiles().tolist() == want.tiles().tolist()
-        placed = int(((ids >= 0) & (ids < E)).sum())
-        assert got.routes()[:placed].tolist() == want.routes()[:placed].tolist()
-        if part != 16:
-            assert got.ends(E).tolist() == want.ends(E).tolist()
-            here = got.routes()[:placed].long()
-            assert got.positions()[here].tolist() == list(range(placed)) == want.positions()[here].tolist()
+@example(sizes=(1, 1, 1), ids="any", rows=(16, 0), chunks=0, inverse=True, seed=0)
+@example(sizes=(1, 1, 1), ids="any", rows=(16, 0), chunks=3, inverse=False, seed=0)
+@example(sizes=(700, 2, 5), ids="dropped", rows=(48, 16), chunks=3, inverse=True, seed=0)
+@example(sizes=(300, 4, 1024), ids="any", rows=(16, 0), chunks=4, inverse=True, seed=0)
+@example(sizes=(900, 2, 8), ids="one", rows=(64, 0), chunks=0, inverse=False, seed=0)
+def test_sort(sizes, ids, rows, chunks, inverse, seed):
+    """chunks: the most of them, where the programs count together; 0: each counts alone."""
+    T, K, E = sizes
+    draw = torch.Generator().manual_seed(seed)
+    given_TK = torch.randint(0, E, (T, K), generator=draw, dtype=torch.int32 if seed % 2 else torch.int64)
+    if ids == "dropped":
+        given_TK[torch.rand(T, K, generator=draw) < 0.3] = E
+        given_TK[torch.rand(T, K, generator=draw) < 0.2] = -1
+    elif ids != "any":
+        given_TK[:] = E if ids == "none" else E // 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe_compile.kernels.sort.counts_alone", lambda R, E: not chunks)
+        patch.setattr("moe_compile.kernels.sort._CHUNKS", max(1, chunks))
+        got, want = sort_routes(given_TK, E, *rows, inverse=inverse), sort_routes_reference(given_TK, E, *rows)
+    assert got.bound == want.bound >= len(want.tiles())
+    assert got.tiles().tolist() == want.tiles().tolist()
+    placed = int(((given_TK >= 0) & (given_TK < E)).sum())
+    assert got.routes()[:placed].tolist() == want.routes()[:placed].tolist()
+    if inverse:
+        assert got.ends(E).tolist() == want.ends(E).tolist()
+        here = got.routes()[:placed].long()
+        assert got.positions()[here].tolist() == list(range(placed)) == want.positions()[here].tolist()
+    assert not zeroed(given_TK.device)().any()
 
 
 @pytest.mark.parametrize("H", [72, 256, 1152])

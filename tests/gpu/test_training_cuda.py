@@ -17,6 +17,7 @@ from moe_compile.backend import moe_backend  # noqa: E402
 from moe_compile.hardware import facts  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
 from moe_compile.providers import aten_backward, triton_backward, triton_route  # noqa: E402
+from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
 from moe_compile.providers.triton_hopper import TritonHopper  # noqa: E402
 from moe_compile.spec import Layout, RouterSpec, torch_dtype  # noqa: E402
 from moe_compile.verdict import Reject  # noqa: E402
@@ -80,6 +81,46 @@ def test_dropped_routes_and_idle_experts(T, train):
     grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * (2 + len(p.tensors())), tiles, order)
     assert all(g.isfinite().all() for g in (out, *grads))
     assert all(not g[5:].any() for g in grads[2:])
+
+
+def step_of(spec, T):
+    """(inputs of a step, its function): the output and all gradients, through the operator."""
+    x, ids, w, p = draw(spec, T)
+    tactic = TritonGrouped().tactics(spec, facts(GPU), T)[0][0]
+    leaves = [t.requires_grad_() for t in (x, w, *p.tensors())]
+    dout = torch.randn(T, spec.H, device=GPU).to(x.dtype)
+
+    def step():
+        plan = f"*:triton_grouped({tactic})"
+        out = torch.ops.moe_compile.experts(x, ids, w, *p.arguments(), str(spec), plan)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    return x, step
+
+
+@pytest.mark.parametrize("T", [40, 3000])
+def test_steps_on_two_streams_and_in_a_graph_are_the_same(T):
+    steps = [step_of(spec_of(H=1024, I=384, bias=bias), T + n)[1] for n, bias in enumerate(("none", "both"))]
+    want = [step() for step in steps]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in steps], []
+    for _ in range(5):
+        for n, (stream, step) in enumerate(zip(streams, steps)):
+            with torch.cuda.stream(stream):
+                found.append((n, step()))
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for n, got in found for a, b in zip(got, want[n], strict=True))
+
+    x, step = step_of(spec_of(H=1024, I=384), T)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for n in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn(x.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(n)))
+        graph.replay()
+        kept = [t.clone() for t in got]
+        assert all(map(torch.equal, kept, step()))
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

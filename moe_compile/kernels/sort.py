@@ -230,7 +230,8 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0, *, in
         length, scan = _SUB, min(_SCAN, max(_SUB, power_of_2(R)))
         counters = words = plan
     else:
-        length, scan = _SUB * ceil_div(R, _SUB * _CHUNKS), max(1, _CELLS // bins)
+        length = _SUB * ceil_div(R, _SUB * _CHUNKS)
+        scan = min(power_of_2(ceil_div(R, length)), max(1, _CELLS // bins))
         kind = torch.int16 if length < 1 << 15 else torch.int32
         counters = torch.empty(ceil_div(R, length) * bins, dtype=kind, device=ids.device)
         words = zeroed(ids.device)()

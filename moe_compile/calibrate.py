@@ -22,6 +22,7 @@ from . import cost
 from .hardware import Device, named
 from .providers import Candidate, Work, providers
 from .spec import ELEMENT_BYTES, ExpertsSpec
+from .standing import loaded
 from .suite import GEOMETRIES
 
 SHORT_LIST = 6
@@ -47,7 +48,7 @@ def read(paths: Iterable[str | Path], device: Device) -> list[Cell]:
     """The cells of measurement files. Keys of `us` that are no candidate of ours (peers) are skipped."""
     cells = []
     for path in paths:
-        data = json.loads(Path(path).read_text())
+        data = loaded(Path(path))
         for row in data["cells"]:
             text = data.get("specs", {}).get(row["geometry"])
             spec = ExpertsSpec.parse(text) if text else GEOMETRIES[row["geometry"]]
@@ -151,7 +152,7 @@ def calibrate(paths: Sequence[str | Path], held_out: Sequence[str | Path] = ()) 
 
     trial: how prices choose in these cells; held_out: in the cells of those files, which the fit doesn't see.
     """
-    read_in = {Path(p).name: json.loads(Path(p).read_text()) for p in paths}
+    read_in = {Path(p).name: loaded(Path(p)) for p in paths}
     names = {data["device"] for data in read_in.values()}
     if len(names) != 1:
         raise ValueError(f"calibrate: measurements of {', '.join(sorted(names))}; one device is fitted at a time")

@@ -172,6 +172,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _explain(arguments: argparse.Namespace) -> int:
+    if arguments.formulas and not arguments.thiek:
+        raise ValueError("--formulas is of a block: it needs --thiek T,H,I,E,K")
     if arguments.thiek:
         from .outlook import outlook, thiek
 
@@ -238,6 +240,11 @@ def _bench(arguments: argparse.Namespace) -> int:
     tokens = arguments.tokens or suite.TOKENS
     until = time.time() + arguments.seconds if arguments.seconds else math.inf
     only = tuple(filter(None, arguments.only.split(",")))
+    columns = contest.contenders(
+        suite.GEOMETRIES[names[0]], tokens[0], device, tactics=arguments.tactics or 0, peers=not arguments.tactics
+    )
+    if only and not any(column.startswith(only) for column in columns):
+        raise ValueError(f"--only {arguments.only}: no column of {', '.join(columns)} starts so")
     said = sys.stderr if arguments.json else sys.stdout
     done: list[contest.Cell] = []
     with torch.no_grad():

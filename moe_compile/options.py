@@ -24,8 +24,9 @@ ENVIRONMENT = "MOE_COMPILE"
 DUMP_ENVIRONMENT = "MOE_COMPILE_DUMP"
 
 
-def _row(default: Any, doc: str, *, choices: tuple[str, ...] = ()) -> Any:
-    metadata = {"doc": doc, "choices": choices}
+def _row(default: Any, doc: str, *, choices: tuple[str, ...] = (), least: int = 0) -> Any:
+    """A field of `Options`. least: the smallest value, of a number."""
+    metadata = {"doc": doc, "choices": choices, "least": least}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -105,7 +106,7 @@ class Options:
         "they differ by more than rounding.",
     )
     only: str = _row("*", "Replace only blocks whose module path matches this pattern, such as `model.layers.[0-3].*`.")
-    fuel: int = _row(-1, "Replace only the first so many blocks of each graph (bisecting); -1: all of them.")
+    fuel: int = _row(-1, "Replace only the first so many blocks of each graph (bisecting); -1: all of them.", least=-1)
 
     @classmethod
     def parse(
@@ -178,9 +179,14 @@ def _read(field: dataclasses.Field[Any], raw: Any, what: str) -> Any:
         return _WORDS[one_of(what, word, _WORDS)]
     if kind in (int, float):
         try:
-            return kind(raw)
-        except (TypeError, ValueError):
-            raise ValueError(f"{what}: {raw!r} is not a {'whole ' if kind is int else ''}number") from None
+            number = kind(raw)
+            same = isinstance(raw, str) or (number == raw and not isinstance(raw, bool))  # int(2.5) is 2
+            if same and number >= field.metadata["least"]:  # which NaN is not
+                return number
+        except (TypeError, ValueError, OverflowError):
+            pass
+        named = "whole number" if kind is int else "number"
+        raise ValueError(f"{what}: {raw!r} is not a {named} of at least {field.metadata['least']}")
     if not isinstance(raw, str):
         raise ValueError(f"{what}: {raw!r} is not text")
     return one_of(what, raw, field.metadata["choices"]) if field.metadata["choices"] else raw

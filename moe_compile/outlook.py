@@ -61,6 +61,8 @@ def thiek(text: str) -> tuple[int, ExpertsSpec]:
     if len(parts) != 5 or not all(p.isdecimal() and int(p) for p in parts):
         raise ValueError(f"--thiek {text}: not T,H,I,E,K, five whole numbers of at least 1 such as 4,2048,768,128,8")
     T, H, I, E, K = map(int, parts)
+    if K > E:
+        raise ValueError(f"--thiek {text}: not T,H,I,E,K, whose K={K} choices are of E={E} experts")
     return T, ExpertsSpec(E=E, K=K, H=H, I=I, act=Activation.parse("swiglu"))
 
 

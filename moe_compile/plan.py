@@ -163,7 +163,10 @@ def check_provider(text: str) -> Candidate | None:
     """The wish of `moe.provider` (None for "auto"); ValueError where it names no provider, with the closest."""
     if text == "auto":
         return None
-    wish = Candidate.parse(text)
+    try:
+        wish = Candidate.parse(text)
+    except ValueError as error:
+        raise ValueError(f"moe.provider: {error}") from None
     one_of("moe.provider", wish.provider, ("auto", *providers()))
     return wish
 

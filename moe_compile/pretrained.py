@@ -18,7 +18,7 @@ def load(name: str, tokens: int, device: str | None = None) -> tuple[Any, dict[s
 
     device: "cpu", "cuda:1", ...; CUDA where there is one unless given. The model's class is the one that the
     configuration names, else the causal language model of its type. ValueError where `name` looks like a path and is no
-    folder, or has no model; OSError where a hub id can't be reached.
+    folder, or has no model; RuntimeError where there is no such device; OSError where a hub id can't be reached.
     """
     # Else a mistyped path is taken for a hub id, and the message is about that.
     if name.startswith((".", "/", "~")) and not os.path.isdir(name):
@@ -28,6 +28,7 @@ def load(name: str, tokens: int, device: str | None = None) -> tuple[Any, dict[s
     import torch
     import transformers
 
+    here = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config = transformers.AutoConfig.from_pretrained(name)
     named = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     cls = named or transformers.AutoModelForCausalLM
@@ -37,7 +38,7 @@ def load(name: str, tokens: int, device: str | None = None) -> tuple[Any, dict[s
             build = cls._from_config if named else cls.from_config
             model = build(config, dtype=config.dtype or torch.bfloat16)
     else:
-        on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on = here
         model = cls.from_pretrained(name, dtype="auto").to(on)
     vocabulary = config.get_text_config().vocab_size
     ids = torch.randint(0, vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(on)

@@ -108,11 +108,22 @@ def others(records: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
     return found
 
 
+def loaded(path: Path) -> dict[str, Any]:
+    """The record of a benchmark on disk; ValueError where the file is none."""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record["cells"], list):
+            return record
+    except (ValueError, TypeError, KeyError):  # no JSON, no record
+        pass
+    raise ValueError(f"{path} is not what `moe-compile bench --json` prints")
+
+
 def read(path: Path) -> str:
     """How a record on disk stands, with those beside it: h200.json with sonic_h200.json, training_h200.json and so."""
     beside = {kind: path.with_name(f"{kind}_{path.name}") for kind in ("sonic", "training", "route", "host")}
     found = {kind: json.loads(p.read_text(encoding="utf-8")) for kind, p in beside.items() if p.exists()}
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    cells = loaded(path)["cells"]
     text = [table(cells, found.get("sonic", {}).get("cells", ()))]
     if found.keys() - {"sonic"}:
         text += ["beside it", *(f"  {goal}" for goal in others(found))]

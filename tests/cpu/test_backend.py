@@ -150,6 +150,7 @@ def test_modes_go_to_inductor(mode: str | None, monkeypatch: pytest.MonkeyPatch)
         ({"moe.striict": True}, "moe.strict"),
         ({"moe.inner": "inductr"}, "inductor"),
         ({"moe.provider": "atn"}, "aten"),
+        ({"moe.provider": "aten("}, "moe.provider: candidate 'aten\\('"),
         ({"moe.inner": "eager", "epilogue_fusion": True}, "for Inductor"),
     ],
 )

@@ -104,6 +104,12 @@ def test_a_folder_of_something_else_is_one_line(capsys, tmp_path):
     assert err == f"moe-compile: error: {tmp_path} has no config.json: it is not the folder of a HuggingFace model\n"
 
 
+DENSE = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 100,
+}  # fmt: skip
+
+
 def test_doctor(capsys):
     code, out, _ = run(capsys, "doctor")
     assert code == 0
@@ -132,6 +138,30 @@ def test_a_missing_folder_is_one_line(capsys, path):
 def test_traceback_on_request():
     with pytest.raises(ValueError, match="is not a folder"):
         cli.main(["explain", "/no/such/folder", "--traceback"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("explain", "--thiek", "4,2048,768,8,128"),
+            "--thiek 4,2048,768,8,128: not T,H,I,E,K, whose K=128 choices are",
+        ),
+        (("explain", "{}", "--formulas"), "--formulas is of a block: it needs --thiek"),
+        (("explain", "{}", "--device", "gpu0"), "gpu0"),
+        (("bench", "--read", "{}/config.json"), "config.json is not what `moe-compile bench --json` prints"),
+        (("calibrate", "{}/config.json"), "config.json is not what `moe-compile bench --json` prints"),
+        (("bench", "--geometry", "tiny", "--only", "moo"), "--only moo: no column of moe, "),
+        (("cache", "export"), "cache export needs a file"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, tmp_path, arguments, message):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    code, out, err = run(capsys, *(a.format(tmp_path) for a in arguments))
+    assert (code, out) == (1, "")
+    assert err.startswith("moe-compile: error: ")
+    assert message in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -72,22 +72,22 @@ class Column:
         self.cache.early_initialization(1, c.num_key_value_heads, c.head_dim, model.dtype, DEVICE)
         self.start = torch.arange(PROMPT, device=DEVICE)[None]
 
-    def write(self, new: int = NEW) -> tuple[torch.Tensor, float]:
+    def write(self) -> tuple[torch.Tensor, float]:
         """The bytes after the prompt, and seconds of a decoded one."""
         self.cache.reset()
         torch.compiler.cudagraph_mark_step_begin()
         ids = self.prompt(self.text[:, :PROMPT], self.start, self.cache).clone()
-        position, out = self.start[:, -1:] + 1, torch.empty(new, dtype=ids.dtype, device=DEVICE)
+        position, out = self.start[:, -1:] + 1, torch.empty(NEW, dtype=ids.dtype, device=DEVICE)
         out[:1] = ids[0]
         wait()
         begun = time.perf_counter()
-        for i in range(1, new):
+        for i in range(1, NEW):
             torch.compiler.cudagraph_mark_step_begin()
             ids.copy_(self.token(ids, position, self.cache))
             out[i : i + 1] = ids[0]
             position += 1
         wait()
-        return out, (time.perf_counter() - begun) / (new - 1)
+        return out, (time.perf_counter() - begun) / (NEW - 1)
 
     def reads(self) -> float:
         """Seconds of a forward over the prompt that is timed."""

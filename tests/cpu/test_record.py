@@ -1,4 +1,4 @@
-"""A benchmark's record that goes on: cells timed anew take the place of earlier ones, with the reasons of their gaps."""
+"""A benchmark's record that goes on: cells timed anew take the place of earlier ones, with what their gaps say."""
 
 import importlib.util
 import json

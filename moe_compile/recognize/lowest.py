@@ -166,8 +166,10 @@ def _masked(lowest: Lowest, call: Call) -> float:
 
 
 def _cast(lowest: Lowest, call: Call) -> float:
-    """Of an operation that turns its operands' values into integers."""
-    return -math.inf if any(_floating(call.get(name)) for name in _VALUES) else _moved(lowest, call)
+    """Of an operation that turns its operands' values into integers, or adds them up."""
+    if any(_floating(call.get(name)) for name in _VALUES):
+        return -math.inf
+    return (_made if call.get("accumulate") or call.get("reduce") else _moved)(lowest, call)
 
 
 def _retyped(lowest: Lowest, call: Call) -> float:
@@ -186,6 +188,7 @@ _TABLE: dict[str, _Bound] = {
     **_each("remainder fmod", _modulo),
     **_each("clamp clamp_min clamp_max", _clamped),
     **_each("to type convert copy setitem index_put scatter", _cast),
+    **_each("index_add scatter_add", _made),
     **_each("mul div floordiv pow sum cumsum bitwise_and bitwise_or matmul linear einsum baddbmm addmm", _made),
     **_each("neg invert", lambda lowest, call: -math.inf),
     **_each("abs square eq ne lt le gt ge isnan isfinite", lambda lowest, call: 0),

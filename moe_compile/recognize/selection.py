@@ -17,6 +17,7 @@ from ..algebra.layout import Val, number_of
 from ..algebra.terms import Term, Terms, find
 from ..canonical import canonical
 from ..nodes import fake
+from ..rules.masks import constant
 from ..verdict import Unproved
 from .reading import sizes_of, strip
 
@@ -74,7 +75,7 @@ class Selection:
             raise Unproved("a mask of groups in an unknown form", repr(mask)[:200])
         chosen, (ids, value, base) = self.terms.open(kept)
         scores = self.walk.selections.get(ids.attr.node) if ids.op == "leaf" else None
-        if scores is None or float(value.attr[1]) != 1 or float(base.attr[1]) != 0:
+        if scores is None or constant(value) != 1 or constant(base) != 0:
             raise Unproved("groups that are not chosen by a top-k", repr(mask)[:200])
         sizes = sizes_of(ids)
         whole = flat(ids.index, tuple(sizes)) == number_of([*self.t_axes, *chosen])

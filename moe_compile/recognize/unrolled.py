@@ -15,7 +15,7 @@ import torch
 from ..algebra.affine import Affine, Axis, axis_index, flat
 from ..algebra.layout import Val
 from ..algebra.terms import Term, Terms, find
-from ..rules.masks import indicator
+from ..rules.masks import constant, indicator
 from ..verdict import Unproved
 from .combination import read_combination
 from .expert import Choose, Expert, read_expert
@@ -213,7 +213,8 @@ def _multiplied(terms: Terms, t: Term) -> list[_Product]:
 
 def _selected(terms: Terms, test: Term, then: Term, otherwise: Term) -> list[_Product]:
     """where(test, then, otherwise), of a test for one expert; what stands in `otherwise` must be of other experts."""
-    if test.op == "pw" and test.attr in ("invert", "ne") and (inner := indicator(test.args[0])) is not None:
+    negates = test.op == "pw" and (test.attr == "invert" or (test.attr == "ne" and constant(test.args[1]) == 1))
+    if negates and (inner := indicator(test.args[0])) is not None:
         test, then, otherwise = inner, otherwise, then
     guard = indicator(test)
     if guard is None:

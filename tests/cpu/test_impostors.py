@@ -88,6 +88,13 @@ def an_id_below_zero_made_in_place(s: S) -> Any:
 
 
 @impostor(GATHERED, "flat", NEGATIVE)
+def ids_below_zero_by_more_than_is_masked(s: S) -> Any:
+    less = torch.full_like(s.ids[:1], -1).expand(2, -1)
+    ids = s.ids.index_add(0, torch.zeros(2, dtype=torch.int64), less)
+    return ids.masked_fill(ids == -1, 0).reshape(-1)
+
+
+@impostor(GATHERED, "flat", NEGATIVE)
 def ids_cast_from_scores(s: S) -> Any:
     return (s.choice[0] * -2).to(torch.int64).reshape(-1)
 

@@ -165,6 +165,16 @@ def one_group_of_two(s: Routed, logits: Tensor) -> Any:
     return torch.topk(in_groups(F.softmax(logits, dim=-1), keep=1), K, dim=-1)
 
 
+def groups_kept_by_their_number(s: Routed, logits: Tensor) -> Any:
+    """0 is the number of a group, and keeps none."""
+    scores = F.softmax(logits, dim=-1)
+    best = scores.view(-1, 3, E // 3).max(dim=-1).values
+    groups = torch.topk(best, k=2, dim=-1)[1]
+    kept = torch.zeros_like(best).scatter_(1, groups, torch.empty_like(best[:, :2]).copy_(groups))
+    mask = kept.bool().unsqueeze(-1).expand(-1, 3, E // 3).reshape(-1, E)
+    return torch.topk(scores.masked_fill(~mask, 0.0), K, dim=-1)
+
+
 def detached_weights(s: Routed, logits: Tensor) -> Any:
     w, ids = torch.topk(F.softmax(logits, dim=-1), K, dim=-1)
     return w.detach(), ids
@@ -211,9 +221,9 @@ def looked_up(s: Routed, logits: Tensor) -> Any:
 
 
 FALSE = (
-    biased_weights, the_smallest, groups_left_out, one_group_of_two, detached_weights, some_of_the_choices,
-    logits_written_later, scaled_by_a_tensor, scaled_by_another_expert, skips_that_weigh, skips_a_real_expert,
-    looked_up,
+    biased_weights, the_smallest, groups_left_out, one_group_of_two, groups_kept_by_their_number, detached_weights,
+    some_of_the_choices, logits_written_later, scaled_by_a_tensor, scaled_by_another_expert, skips_that_weigh,
+    skips_a_real_expert, looked_up,
 )  # fmt: skip
 
 

@@ -44,6 +44,19 @@ def weights_by_where(x, router, *weights):
 
 
 @spelling(listed, tensors="listed", E=E)
+def weights_by_where_of_numbers(x, router, *weights):
+    """Masks that are numbers, tested in every way that is one."""
+    zero, tests = 0.0, (
+        lambda mask, w: torch.where(mask != 0, w, zero),
+        lambda mask, w: torch.where(mask != 1, zero, w),
+        lambda mask, w: torch.where(mask > 0, w, zero),
+        lambda mask, w: torch.where(torch.logical_not(mask), zero, w),
+    )  # fmt: skip
+    by = lambda w, ids, e: tests[e]((ids == e).to(torch.int64), w).sum(-1, keepdim=True)
+    return masked(x, router, weights, by)
+
+
+@spelling(listed, tensors="listed", E=E)
 def a_column_of_spread_weights(x, router, *weights):
     full = spread(x, router)
     return masked(x, router, weights, lambda w, ids, e: full[:, e, None], (2, 0, 3, 1))
@@ -201,6 +214,18 @@ def tokens_that_another_choice_hits(x, router, *weights):
         hit = (ids == (e + 1) % E).any(dim=-1)
         out[hit] = out[hit] + expert(x[hit], weights, e) * (w * (ids == e)).sum(-1)[hit].unsqueeze(-1)
     return out
+
+
+@miss(listed, "rows that no expert writes")
+def weights_of_the_others_by_where(x, router, *weights):
+    by = lambda w, ids, e: torch.where((ids == e).to(torch.int64) != 0, 0.0, w).sum(-1, keepdim=True)
+    return masked(x, router, weights, by)
+
+
+@miss(listed, "experts selected by something else than their number")
+def weights_by_a_number_that_a_mask_never_is(x, router, *weights):
+    by = lambda w, ids, e: torch.where((ids == e).to(torch.int64) != 2, 0.0, w).sum(-1, keepdim=True)
+    return masked(x, router, weights, by)
 
 
 @miss(listed, "")

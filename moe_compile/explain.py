@@ -187,14 +187,16 @@ def explain(model: Any, *args: Any, moe_options: Mapping[str, Any] | None = None
     model: a module, a function, or either of them compiled: then what it wraps. It is left as it was: this compilation
     has its own cache entries. Gradient mode is the caller's. moe_options: as `options` of torch.compile, but
     `moe.inner` is "eager" unless given, since the inner backend changes nothing that is reported and takes most of the
-    time, and `moe.tune` is "cost": what was measured before is shown, nothing is measured for the report. Raises what
-    the model raises.
+    time, and `moe.tune` is "cost": what was measured before is shown, nothing is measured for the report. TypeError for
+    what can't be called; raises what the model raises.
     """
     import torch
 
     from .backend import moe_backend
     from .prepare import breaking
 
+    if not callable(model):
+        raise TypeError(f"explain: model is a {type(model).__name__}, neither a module nor a function")
     options = {"moe.inner": "eager", "moe.tune": "cost", **(moe_options or {})}
 
     # A function of its own for each call: Dynamo reuses compiled code only for the same backend.

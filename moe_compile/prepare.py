@@ -62,8 +62,7 @@ def prepare(model: nn.Module, *, weights: str = "as_is") -> Prepared:
     weights: "as_is", or "swap_in_place": the rows of fused gate and up weights change places, for kernels that want
     [up; gate], without memory for a copy; the modules compute what they did. ValueError for anything else.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"prepare: model is a {type(model).__name__}, not a torch.nn.Module")
+    _check("prepare", model)
     if weights not in ("as_is", "swap_in_place"):
         raise ValueError(f"prepare: weights={weights!r} is not one of as_is, swap_in_place")
     changes: list[Change] = []
@@ -96,7 +95,9 @@ def prepare(model: nn.Module, *, weights: str = "as_is") -> Prepared:
 
 
 def restore(model: nn.Module) -> tuple[str, ...]:
-    """Undo `prepare`; the paths of the modules that run their own code again. Other replacements are not touched."""
+    """Undo `prepare`; the paths of the modules that run their own code again. Other replacements are not touched.
+    TypeError where model is no module."""
+    _check("restore", model)
     undone = list(inplace.restore(model))
     for path, module in model.named_modules():
         if not _prepared(module):
@@ -108,6 +109,11 @@ def restore(model: nn.Module) -> tuple[str, ...]:
         else:
             del module.forward
     return tuple(dict.fromkeys(undone))
+
+
+def _check(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: model is a {type(model).__name__}, not a torch.nn.Module")
 
 
 def breaking(model: nn.Module) -> Iterator[tuple[str, str]]:

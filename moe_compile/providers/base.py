@@ -103,6 +103,8 @@ class Plan:
             name, _, value = parts.pop(0).partition("=")
             said[name] = value
         pairs = [part.partition(":")[::2] for part in parts]
+        if not all(b == "*" or b.isdecimal() for b, _ in pairs):
+            raise ValueError(f"plan {text!r} is not 'bound:candidate;...;*:candidate'")
         return cls(tuple((None if b == "*" else int(b), Candidate.parse(c)) for b, c in pairs), **said)
 
     @classmethod

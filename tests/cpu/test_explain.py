@@ -240,3 +240,8 @@ def test_the_plan_of_a_real_block_is_accounted_for():
         assert predicted[b.chosen] == min(predicted.values())
         assert 0 < b.limit < predicted[b.chosen], "nothing is faster than the datasheet"
     assert "predicted   on CPU (cpu" in str(report)
+
+
+def test_what_cannot_run_is_refused():
+    with pytest.raises(TypeError, match="explain: model is a str, neither a module nor a function"):
+        explain("./my-model")

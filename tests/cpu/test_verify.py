@@ -92,6 +92,17 @@ def test_a_wrong_operator_is_caught_and_named(monkeypatch: pytest.MonkeyPatch) -
     assert [e.ok for e in events if isinstance(e, journal.Verified)] == [False, False]
 
 
+def test_tokens_that_overflow_are_not_compared() -> None:
+    """Of what the model itself computes no number of, the operator can be no other."""
+    x = torch.randn(10, H)
+    x[3], x[5] = float("nan"), 1e30
+    with torch.no_grad(), journal.capture() as events:
+        torch.testing.assert_close(verified(GroupedBlock())(x), GroupedBlock()(x), equal_nan=True)
+    (found,) = (e for e in events if isinstance(e, journal.Verified))
+    assert found.ok
+    assert 0 < found.rms < 1e-6
+
+
 def test_inputs_that_share_memory_that_is_written_are_refused() -> None:
     class Shares(nn.Module):
         def __init__(self) -> None:

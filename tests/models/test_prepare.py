@@ -120,6 +120,8 @@ def test_gradients_are_the_original_ones() -> None:
 def test_something_that_is_no_module() -> None:
     with pytest.raises(TypeError, match="prepare: model is a str"):
         moe_compile.prepare("model")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="restore: model is a str"):
+        moe_compile.restore("model")  # type: ignore[arg-type]
     assert not moe_compile.prepare(nn.Linear(2, 2))
 
 

@@ -25,7 +25,7 @@ from .hardware import facts
 from .operands import ExpertWeights, checker
 from .providers import Candidate, Launcher, Plan, bypassing, launcher, triton_backward, triton_route
 from .providers.aten_backward import backward as _aten_backward
-from .providers.training_products import tiles_of
+from .providers.trainer import Trainer
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
 _LIB: Any = torch.library.Library("moe_compile", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -66,6 +66,10 @@ class _Call:
     def trainable(self) -> bool:
         """Whether the plan's kernels have a backward of their own for the spec."""
         return bool(triton_backward.trains(self.spec, facts(self.device), self.plan))
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        return Trainer(self.spec, self.plan, self.device)
 
     def trains(self, packed: ExpertWeights) -> bool:
         """Whether that backward can read these very tensors; the same for fake ones."""
@@ -117,8 +121,8 @@ def _experts_training(hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest
     with bypassing():
         packed = ExpertWeights.of(call.spec, *operands)
         if call.trains(packed):
-            tiles = tiles_of(call.spec, hidden.shape[0], facts(hidden.device), call.plan.train)
-            return triton_backward.forward(call.spec, hidden, ids, weights, packed, tiles, call.plan.keep)
+            out, kept, order = call.trainer.forward(hidden, ids, weights, packed)
+            return out, kept, order
         out = (call.only or call.launcher(hidden.shape[0]))(hidden, ids, weights, packed)
         return out, *_nothing_kept(call.spec, hidden)
 
@@ -222,11 +226,11 @@ def _experts_backward_down(
 
     kept, order: as experts_training returned them; without, they are computed again.
     """
-    *operands, plan, kept, order, needs = rest
+    *operands, spec, plan, kept, order, needs = rest
+    call = _call(spec, plan, hidden.device)
     with bypassing():
-        spec, packed = _packed(operands)
-        tiles = tiles_of(spec, hidden.shape[0], facts(hidden.device), Plan.parse(plan).train)
-        return triton_backward.backward_down(spec, grad, hidden, ids, weights, packed, kept, needs, tiles, order)
+        packed = ExpertWeights.of(call.spec, *operands)
+        return call.trainer.backward_down(grad, hidden, ids, weights, packed, kept, order, needs)
 
 
 def _experts_backward_down_fake(
@@ -242,11 +246,11 @@ def _experts_backward_gate_up(
     dgate_up: Tensor, hidden: Tensor, ids: Tensor, weights: Tensor | None, *rest: Any
 ) -> list[Tensor]:
     """The other gradients that `needs` names, of what experts_backward_down returned first."""
-    *operands, plan, order, needs = rest
+    *operands, spec, plan, order, needs = rest
+    call = _call(spec, plan, hidden.device)
     with bypassing():
-        spec, packed = _packed(operands)
-        tiles = tiles_of(spec, hidden.shape[0], facts(hidden.device), Plan.parse(plan).train)
-        return triton_backward.backward_gate_up(spec, dgate_up, hidden, ids, weights, packed, needs, tiles, order)
+        packed = ExpertWeights.of(call.spec, *operands)
+        return call.trainer.backward_gate_up(dgate_up, hidden, ids, weights, packed, order, needs)
 
 
 def _experts_backward_gate_up_fake(dgate_up: Tensor, *rest: Any) -> list[Tensor]:

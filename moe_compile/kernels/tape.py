@@ -1,13 +1,13 @@
 """A call's launches, recorded once for each kind of call and replayed with other addresses, at little host time.
 
-In: a launcher, that is a function of tensors which allocates by torch.empty and launches by launch.Bound. Out: the same
-launcher. The first call of a kind runs as written and is recorded; a later one allocates its output and one scratch
-buffer, and hands addresses to the compiled kernels. A kind is all that the spec leaves open but addresses: T, the ids'
-dtype, strides.
+In: a function of tensors which allocates by torch.empty and launches by launch.Bound, as a launcher is and training's
+operators are. Out: what it returns. The first call of a kind runs as written and is recorded; a later one allocates its
+outputs and one scratch buffer, and hands addresses to the compiled kernels. A kind is all that the function leaves open
+but addresses: T, the ids' dtype, strides.
 Invariants:
 * A tape holds no tensor and no address: weights are read where they are at each call.
 * Only what was seen whole is replayed. A call in which torch copies or computes (x that a kernel can't read in place),
-  whose operands are not aligned to 16 bytes, or two of which lie at one address, runs as written.
+  whose operands are not aligned to 16 bytes, or while recorded two of which lie at one address, runs as written.
 * Buffers share memory only where the last launch that uses one comes before the first that uses the other, as torch's
   allocator would share them; like its blocks, the scratch belongs to the stream.
 * A tape doesn't change once it is made: threads and streams may replay it side by side, and into a CUDA graph.
@@ -36,13 +36,42 @@ from .zeroed import zeroed
 
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ExpertWeights], torch.Tensor]
 _ALIGNED = 256  # bytes, of a buffer in the scratch
-_MOST = 2048  # tapes of a launcher
+_MOST = 2048  # tapes of a function
+
+
+class Tapes:
+    """The tapes of functions, by kind."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Tape | Reject] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, kind: tuple[Any, ...], operands: Sequence[torch.Tensor], run: Any, *arguments: Any) -> Any:
+        """run(*arguments), replayed where it can be. operands: its tensors, all of the current CUDA device; kind: what
+        it is apart from them and, where one is not contiguous, their strides."""
+        if not all(map(torch.Tensor.is_contiguous, operands)):
+            kind += tuple(t.stride() for t in operands)
+        addresses = [t.data_ptr() for t in operands]
+        tape = self.known.get(kind)
+        if isinstance(tape, Reject) or launch.only_compiled() or reduce(or_, addresses) & 15:
+            return run(*arguments)
+        if tape is not None:
+            return tape(addresses)
+        if len(set(addresses)) < len(addresses):  # which is which, can't be told
+            return run(*arguments)
+        with _Recorder() as recorder:
+            out = run(*arguments)
+        tape = recorder.tape(operands, out)
+        with self.lock:
+            if len(self.known) >= _MOST:
+                del self.known[next(iter(self.known))]
+            self.known[kind] = tape
+        return out
 
 
 def recorded(run: Launcher) -> Launcher:
     """`run`, for tensors of the current CUDA device, replayed where it can be."""
-    tapes: dict[Any, Tape | Reject] = {}
-    lock = threading.Lock()
+    tapes = Tapes()
 
     def replayed(
         x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
@@ -53,22 +82,7 @@ def recorded(run: Launcher) -> Launcher:
         if type(packed.down) is Table:
             kind += tuple((t.strides, t.multiple) for t in operands if type(t) is Table)
             operands = list(map(base, operands))
-        if not all(map(torch.Tensor.is_contiguous, operands)):  # else strides follow from T and the spec
-            kind += tuple(t.stride() for t in operands)
-        addresses = [t.data_ptr() for t in operands]
-        tape = tapes.get(kind)
-        if isinstance(tape, Reject) or launch.only_compiled() or reduce(or_, addresses) & 15:
-            return run(x_TH, ids_TK, weights_TK, packed)
-        if tape is not None:
-            return tape(addresses)
-        with _Recorder() as recorder:
-            out = run(x_TH, ids_TK, weights_TK, packed)
-        tape = recorder.tape(addresses, out)
-        with lock:
-            if len(tapes) >= _MOST:
-                del tapes[next(iter(tapes))]
-            tapes[kind] = tape
-        return out
+        return tapes(kind, operands, run, x_TH, ids_TK, weights_TK, packed)
 
     return replayed
 
@@ -101,11 +115,11 @@ class _Recorder(TorchDispatchMode):
             self.computed.append(str(func))
         return out
 
-    def tape(self, addresses: Sequence[int], out: torch.Tensor) -> Tape | Reject:
+    def tape(self, operands: Sequence[torch.Tensor], out: Any) -> Tape | Reject:
         if self.computed:
             return Reject("torch computes in this call", ", ".join(self.computed))
         try:
-            return Tape(self.launched, addresses, self.allocated, out)
+            return Tape(self.launched, operands, self.allocated, out)
         except _Unknown as what:
             return Reject("not all of this call is known", str(what))
 
@@ -117,41 +131,43 @@ class _Unknown(Exception):
 class Tape:
     """The launches of one kind of call.
 
-    A replay makes one list of values: the addresses of operands, output and buffers, the tensor maps, the stream, its
-    zeroed words where a kernel takes them, and what never changes. Each launch picks what it is given from that list.
+    A replay makes one list of values: the addresses of operands, outputs and buffers, those within them that kernels
+    are given, the tensor maps, the stream, its zeroed words where a kernel takes them, and what never changes. Each
+    launch picks what it is given from that list.
     """
 
     def __init__(
-        self, launched: Sequence[Launched], addresses: Sequence[int], allocated: Sequence[torch.Tensor],
-        out: torch.Tensor,
+        self, launched: Sequence[Launched], operands: Sequence[torch.Tensor], allocated: Sequence[torch.Tensor],
+        out: Any,
     ) -> None:  # fmt: skip
-        buffers = [t for t in allocated if t.data_ptr() != out.data_ptr()]
-        every = [*addresses, out.data_ptr(), *(t.data_ptr() for t in buffers)]
-        if len(set(every)) < len(every):
-            raise _Unknown("two tensors at one address")
-        if len(buffers) == len(allocated) or not out.is_contiguous():
-            raise _Unknown("where the output comes from")
-        self.shape, self.strides, self.dtype, self.index = tuple(out.shape), out.stride(), out.dtype, out.device.index
+        self.alone = isinstance(out, torch.Tensor)
+        outs = [out] if self.alone else list(out)
+        taken = {t.data_ptr() for t in outs}
+        buffers = [t for t in allocated if t.data_ptr() not in taken]
+        every = [*operands, *outs, *buffers]
+        where = _Places(every)
+        if len(buffers) + len(outs) != len(allocated) or not all(map(torch.Tensor.is_contiguous, outs)):
+            raise _Unknown("where an output comes from")
+        self.outs, self.index = [(tuple(t.shape), t.stride(), t.dtype) for t in outs], outs[0].device.index
         # as Inductor's own code allocates: 2 us, torch.empty 4 (H200 machine, 2026-11-30)
-        self.empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{out.device.type}")
+        self.empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{outs[0].device.type}")
         parts = [_taken_apart(each) for each in launched]
         self.constants = [value for _, arguments in parts for kind, value in arguments if kind == "constant"]
         self.maps: list[tuple[int, TensorMaps]] = []  # those of the address at each index
-        uses: list[list[int]] = [[] for _ in every]  # the launches that each address is given to
+        uses: list[list[int]] = [[] for _ in every]  # the launches that each tensor is given to
         for step, (_, arguments) in enumerate(parts):
             for kind, value in arguments:
                 if kind in ("tensor", "map"):
                     tensor, maps = value if kind == "map" else (value, None)
-                    if tensor.data_ptr() not in every:
-                        raise _Unknown("an argument that is no operand and was not allocated")
-                    at = every.index(tensor.data_ptr())
-                    uses[at].append(step)
+                    at = where(tensor)
+                    uses[where.tensor(at)].append(step)
                     if maps and (at, maps) not in self.maps:
                         self.maps.append((at, maps))
-        output, stream = len(addresses), len(every) + len(self.maps)
-        self.words = zeroed(out.device) if any(kind == "words" for _, given in parts for kind, _ in given) else None
-        if launched and not uses[output]:
-            raise _Unknown("what writes the output")
+        self.within = where.within
+        first, stream = len(operands), len(every) + len(self.within) + len(self.maps)
+        self.words = zeroed(outs[0].device) if any(kind == "words" for _, given in parts for kind, _ in given) else None
+        if launched and any(t.numel() and not used for t, used in zip(outs, uses[first:])):
+            raise _Unknown("what writes an output")
         next_constant = count(stream + (1 if self.words is None else 2))
 
         def index(kind: str, value: Any) -> int:
@@ -163,21 +179,23 @@ class Tape:
             if kind == "constant":
                 return next(next_constant)
             if kind == "tensor":
-                return every.index(value.data_ptr())
-            return len(every) + self.maps.index((every.index(value[0].data_ptr()), value[1]))
+                return where(value)
+            return len(every) + len(self.within) + self.maps.index((where(value[0]), value[1]))
 
         self.launches = [(run, itemgetter(*(index(*a) for a in arguments))) for run, arguments in parts]
-        self.offsets, size = placed([t.numel() * t.element_size() for t in buffers], uses[output + 1 :])
+        sizes = [t.numel() * t.element_size() for t in buffers]
+        self.offsets, size = placed(sizes, uses[first + len(outs) :])
         self.bytes = (size,)
 
-    def __call__(self, addresses: list[int]) -> torch.Tensor:
-        """The output. `addresses` is the caller's no more."""
-        out = self.empty(self.shape, self.strides, self.dtype)
+    def __call__(self, addresses: list[int]) -> Any:
+        """The outputs. `addresses` is the caller's no more."""
+        outs = [self.empty(*each) for each in self.outs]
         scratch = self.empty(self.bytes, (1,), torch.uint8)
         start = scratch.data_ptr()
         values: list[Any] = addresses
-        values.append(out.data_ptr())
+        values += [t.data_ptr() for t in outs]
         values += [start + offset for offset in self.offsets]
+        values += [values[at] + offset for at, offset in self.within]
         for at, maps in self.maps:
             values.append(maps(values[at]))
         values.append(stream := torch._C._cuda_getCurrentRawStream(self.index))
@@ -187,7 +205,40 @@ class Tape:
         values += self.constants
         for run, pick in self.launches:
             run(*pick(values))
-        return out
+        return outs[0] if self.alone else outs
+
+
+class _Places:
+    """Which of known tensors others begin in."""
+
+    def __init__(self, every: Sequence[torch.Tensor]) -> None:
+        self.starts = [t.data_ptr() if t.numel() else -i for i, t in enumerate(every, 1)]
+        if len(set(self.starts)) < len(every):
+            raise _Unknown("two tensors at one address")
+        self.ends = [start + _extent(t) if t.numel() else start for start, t in zip(self.starts, every)]
+        self.within: list[tuple[int, int]] = []  # (index, bytes from there on) of those that begin after a known one
+
+    def __call__(self, tensor: torch.Tensor) -> int:
+        """The index of its address among those of the known tensors, and of `within` after them."""
+        address = tensor.data_ptr()
+        if address in self.starts:
+            return self.starts.index(address)
+        around = [i for i, (start, end) in enumerate(zip(self.starts, self.ends)) if start < address < end]
+        if len(around) != 1:
+            raise _Unknown("an argument that is no operand and was not allocated")
+        place = (around[0], address - self.starts[around[0]])
+        if place not in self.within:
+            self.within.append(place)
+        return len(self.starts) + self.within.index(place)
+
+    def tensor(self, index: int) -> int:
+        """The known tensor that an index is of."""
+        return index if index < len(self.starts) else self.within[index - len(self.starts)][0]
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    return (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))) * t.element_size()
 
 
 def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:

@@ -80,7 +80,7 @@ def forward(
     T, out = x_TH.shape[0], torch_dtype(spec.out)
     if not T:
         return x_TH.new_empty((0, spec.H), dtype=out), *empty_kept(spec, x_TH, keep)
-    with _on(x_TH):
+    with on(x_TH.device):
         by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)))
         kept, act_RI = by.first(keep)
         return finalize(by.second(act_RI), ids_TK, by.after, spec.E, out), kept, by.schedule.plan
@@ -139,7 +139,7 @@ def backward_down(
     if not T:
         return [x_TH.new_empty((0, spec.G)), *_zeros(x_TH, w_TK, p, needs)]
     weights, (down, *rest) = needs[1], needs[2 + len(p.gate_up) :]
-    with _on(x_TH):
+    with on(x_TH.device):
         by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)), order)
         dout_TH = dout_TH.to(x_TH.dtype)
         dout_TH = dout_TH if dout_TH.stride(1) == 1 else dout_TH.contiguous()
@@ -169,7 +169,7 @@ def backward_gate_up(
         return _zeros(x_TH, w_TK, p, needs)
     (hidden, weights), firsts, biases = needs[:2], needs[2 : 2 + n], needs[3 + n : 3 + n + len(p.gate_up_bias)]
     found: list[torch.Tensor] = []
-    with _on(x_TH):
+    with on(x_TH.device):
         by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)), order)
         if hidden or weights:
             dx_RH = by.dx(dgate_up_RG)
@@ -192,8 +192,10 @@ def _zeros(
     return [t.new_zeros(t.shape) for t, n in zip((x_TH, w_TK, *p.tensors()), needs) if n and t is not None]
 
 
-def _on(x_TH: torch.Tensor) -> Any:
-    """With x's device current: Triton launches on the current one, whatever its arguments say."""
+def on(device: torch.device) -> Any:
+    """With `device` current: Triton launches on the current one, whatever its arguments say."""
     import torch
 
-    return torch.cuda.device(x_TH.device) if x_TH.is_cuda else nullcontext()
+    if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)

@@ -156,6 +156,38 @@ def test_two_operands_at_one_address_run_as_written():
     assert program.calls == 3
 
 
+def test_several_outputs_and_what_begins_within_a_tensor():
+    tapes, kernel, calls = tape.Tapes(), Adding(), []
+
+    def halves(x: torch.Tensor, empty: torch.Tensor) -> list[torch.Tensor]:
+        """[upper half of x + upper half of 2 x, 2 x, nothing]"""
+        calls.append(1)
+        twice, buffer = kernel.add(x, x), kernel.add(x, x)
+        return [kernel.add(x[2:], buffer[2:]), twice, torch.empty((4, 0))]
+
+    for seed in range(4):
+        x, empty = inputs(seed=seed)[0], torch.empty((4, 0))
+        upper, twice, nothing = tapes(("halves",), [x, empty], halves, x, empty)
+        torch.testing.assert_close(upper, 3 * x[2:])
+        torch.testing.assert_close(twice, 2 * x)
+        assert nothing.shape == (4, 0)
+    assert len(calls) == 1
+
+
+def test_what_begins_within_two_operands_runs_as_written():
+    tapes, kernel, calls = tape.Tapes(), Adding(), []
+    whole = torch.arange(64.0).view(8, 8)
+
+    def run() -> torch.Tensor:
+        calls.append(1)
+        return kernel.add(whole[4, 4:], whole[4, 4:])
+
+    for _ in range(3):
+        got = tapes(("within",), [whole[:, :4], whole[:, 4:]], run)
+        torch.testing.assert_close(got, 2 * whole[4, 4:])
+    assert len(calls) == 3
+
+
 def test_a_tape_holds_no_tensor():
     run = tape.recorded(Program())
     x, ids, w, p = inputs()

@@ -90,7 +90,9 @@ def recorded(run: Launcher) -> Launcher:
 class _Recorder(TorchDispatchMode):
     """Notes this thread's launches, and keeps what it allocates until the end, so that every buffer has its address."""
 
-    allocating = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
+    allocating = (
+        torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default
+    )  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -140,7 +140,9 @@ class Products:
         kept, act_RI = fc1_kept(
             self.x_TH, p.gate_up, p.gate_up_bias, self.before, self.schedule, self.acts[0], tile=tile, **self._first
         )
-        return (kept if columns == kept.shape[1] else kept[:, kept.shape[1] - columns :].contiguous()), act_RI
+        if columns < kept.shape[1]:
+            kept = kept[:, -columns:].contiguous() if columns else kept.new_empty((kept.shape[0], 0))
+        return kept, act_RI
 
     @property
     def _first(self) -> dict[str, Any]:

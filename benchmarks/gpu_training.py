@@ -30,7 +30,7 @@ from gpu_kernels import Timer, spec_of, tokens_of, weights_of
 from moe_compile import ops, reference  # noqa: F401  (ops registers the operators)
 from moe_compile.activation import derivative
 from moe_compile.hardware import facts
-from moe_compile.kernels import hopper, hopper_act, hopper_kept, hopper_outer, launch, spread
+from moe_compile.kernels import hopper, hopper_act, hopper_outer, launch, spread
 from moe_compile.kernels.backward import act_backward, dx_routes
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.finalize import finalize
@@ -105,9 +105,9 @@ def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[s
         return lambda tile: hopper_outer.outer(*pair, ends)
 
     return {
-        "fc1 hopper": lambda tile: hopper_kept.fc1_kept(
+        "fc1 hopper": lambda tile: hopper.fc1(
             x if tile[0] else sorted_x, p.gate_up, p.gate_up_bias, None, schedule, fast[0], sizes=(spec.H, spec.I),
-            k_major=k_major, tile=hopper.Persistent(N=128, GATHER=tile[0]), **common,
+            gated=spec.gated, k_major=k_major, tile=hopper.Persistent(N=128, GATHER=tile[0]), kept=kept, **common,
         ),
         "fc2 hopper": lambda tile: hopper.fc2(
             a, p.down, p.down_bias, schedule, k_major=down_k_major, tile=hopper.Persistent(N=256)

@@ -54,12 +54,13 @@ class Persistent:
 
 @gluon.jit(do_not_specialize=["bound"])
 def _kernel(
-    x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, stride_xt, bound,
+    x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, stride_xt, bound,
     CHOICES: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
     PARTS: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
-    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
-    A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
+    ACT: gl.constexpr, A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr,
+    REGISTERS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK."""
     if PDL:
@@ -90,14 +91,14 @@ def _kernel(
         gl.warp_specialize(
             [
                 (multiply_partition, (
-                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
-                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
-                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
-                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
@@ -111,19 +112,19 @@ def _kernel(
         gl.warp_specialize(
             [
                 (multiply_partition, (
-                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
-                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
-                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
-                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
-                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, 2, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST, HALVES,
-                    GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 2, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
@@ -205,7 +206,7 @@ def processors(device: torch.device) -> int:
 @lru_cache(1024)
 def _bound(
     tile: Persistent, first: bool, act: Any, choices: int, sizes: tuple[int, int], halves: str, k_major: bool,
-    dtype: torch.dtype, device: torch.device, bias_stride: int | None, weights: Any,
+    dtype: torch.dtype, device: torch.device, bias_stride: int | None, weights: Any, keep: int = 0,
 ) -> tuple[Bound, tuple[int, ...], tuple[int, ...], Any, Any, int]:  # fmt: skip
     """The kernel; the boxes of the weights' and the rows' descriptors and their layouts; how many programs run."""
     H, I = sizes
@@ -220,7 +221,7 @@ def _bound(
     constants = (
         choices, depth, columns, PART, tile.N, DEPTH, tile.PARTS, buffers, tile.GROUP, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
-        bias_stride is not None, weights is not None, act, a_layout, (buffers, *shape), w_layout,
+        bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
         160 if three else 216 if gather else 232,
     )  # fmt: skip
     bound = Bound(_kernel, constants, device, warps=4, overlap=first, registers=128 if three else 168)
@@ -230,12 +231,17 @@ def _bound(
 def fc1(
     x: torch.Tensor, gate_up: tuple[torch.Tensor, ...], bias: tuple[torch.Tensor, ...],
     weights_TK: torch.Tensor | None, schedule: Schedule, act: Any, *, choices: int, sizes: tuple[int, int],
-    gated: bool, halves: str, k_major: bool, tile: Persistent,
+    gated: bool, halves: str, k_major: bool, tile: Persistent, kept: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """act_RI as of grouped.fc1. x: x_TH where tile.GATHER, else its rows in sorted order (`permute`)."""
+    """act_RI as of grouped.fc1. x: x_TH where tile.GATHER, else its rows in sorted order (`permute`).
+
+    kept: where gate_up_RG goes as well, in the order of the weights' rows; with I columns, the last of them (then the
+    halves are two blocks).
+    """
+    keep = 0 if kept is None else 2 if gated and kept.shape[1] == sizes[1] else 1
     bound, box, rows, w_layout, a_layout, programs = _bound(
         tile, True, act, choices, sizes, halves, k_major, x.dtype, x.device, bias[0].stride(0) if bias else None,
-        None if weights_TK is None else weights_TK.dtype,
+        None if weights_TK is None else weights_TK.dtype, keep,
     )  # fmt: skip
     out = torch.empty((schedule.R, sizes[1]), dtype=x.dtype, device=x.device)
     views = [torch.unflatten(w, 1, (2, sizes[1])) if len(box) == 4 else w for w in gate_up]
@@ -243,7 +249,7 @@ def fc1(
     arguments = (
         x, w if tile.GATHER else TensorDescriptor.from_tensor(x, list(rows), a_layout), w, v,
         bias[0] if bias else x, bias[-1] if bias else x, x if weights_TK is None else weights_TK.contiguous(), out,
-        schedule.plan, x.stride(0),
+        out if kept is None else kept, schedule.plan, x.stride(0),
     )  # fmt: skip
     bound((min(programs, schedule.bound * ceil_div(sizes[1], tile.N)), 1), arguments, (schedule.bound,))
     return out
@@ -263,6 +269,6 @@ def fc2(
     w = TensorDescriptor.from_tensor(down, list(box), w_layout)
     a = TensorDescriptor.from_tensor(act_RI, list(rows), a_layout)
     biased = act_RI if bias is None else bias
-    arguments = (act_RI, a, w, w, biased, biased, act_RI, y, schedule.plan, act_RI.stride(0))
+    arguments = (act_RI, a, w, w, biased, biased, act_RI, y, y, schedule.plan, act_RI.stride(0))
     bound((min(programs, schedule.bound * ceil_div(sizes[0], tile.N)), 1), arguments, (schedule.bound,))
     return y

@@ -36,7 +36,6 @@ from .launch import Bound, ceil_div
 # triton 3.9 renamed it
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-WARPS = 8  # that multiply, each warpgroup half of a tile's rows
 _MOST = gl.constexpr(1 << 30)  # rows of a ragged descriptor
 
 

@@ -55,10 +55,10 @@ def _tell(number, pid, told, told_full, told_empty):
 
 @gluon.jit
 def _told(number, told, told_full, told_empty):
-    """Multiplying warps: the `number`th tile of this program."""
+    """Other warps: the `number`th tile of this program."""
     slot = number % 2
     mbarrier.wait(told_full.index(slot), (number // 2) & 1)
-    pid = gl.max(told.index(slot).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+    pid = gl.max(told.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
     mbarrier.arrive(told_empty.index(slot), count=1)
     return pid
 
@@ -185,13 +185,29 @@ def _columns(x, N: gl.constexpr):
 
 
 @gluon.jit
+def _store(value, out_ptr, rows, here, n0, N: gl.constexpr, STRIDE: gl.constexpr, OUT: gl.constexpr,
+           WHOLE: gl.constexpr):  # fmt: skip
+    """Columns n0.. of out's `rows`, STRIDE elements from each to the next and OUT columns wide."""
+    stored: gl.constexpr = _stored(N)
+    value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), stored)
+    n = n0 + gl.arange(0, N, gl.SliceLayout(0, stored))
+    rows, here = gl.convert_layout(rows, gl.SliceLayout(1, stored)), gl.convert_layout(here, gl.SliceLayout(1, stored))
+    ptrs = gl.expand_dims(out_ptr + rows.to(gl.int64) * STRIDE, 1) + gl.expand_dims(n, 0)
+    if WHOLE:
+        gl.store(ptrs, value, mask=gl.expand_dims(here, 1))
+    else:
+        gl.store(ptrs, value, mask=gl.expand_dims(here, 1) & gl.expand_dims(n < OUT, 0))
+
+
+@gluon.jit
 def _finish(
-    one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, N: gl.constexpr, OUT: gl.constexpr,
+    one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, N: gl.constexpr, OUT: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, stride_be: gl.constexpr, V_ROW: gl.constexpr,
-    BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr, WHOLE: gl.constexpr,
+    BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr, ACT: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """Scale, bias and activation of N columns of accumulators, from n0 on, and their way to out's `rows`. HALVES == 1:
-    `one` has their gate and up columns in turn."""
+    `one` has their gate and up columns in turn. KEEP: what the activation is of is stored
+    too, all of it (1) or its last OUT columns (2)."""
     layout: gl.constexpr = one.type.layout
     if SCALE:
         by = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, layout)), 1)
@@ -205,7 +221,15 @@ def _finish(
         if HALVES > 1:
             two += gl.expand_dims(gl.load(bias2_ptr + V_ROW + at, mask=n < OUT, other=0.0).to(gl.float32), 0)
     if HALVES == 1:
+        if KEEP:
+            _store(one, kept_ptr, rows, here, 2 * n0, 2 * N, 2 * OUT, 2 * OUT, WHOLE)
         one, two = gl.split(gl.reshape(one, (one.shape[0], N, 2)))
+    elif KEEP == 1:
+        _store(one, kept_ptr, rows, here, n0, N, 2 * OUT if HALVES > 0 else OUT, OUT, WHOLE)
+        if HALVES > 0:
+            _store(two, kept_ptr + OUT, rows, here, n0, N, 2 * OUT, OUT, WHOLE)
+    elif KEEP == 2:
+        _store(two, kept_ptr, rows, here, n0, N, OUT, OUT, WHOLE)
     if not FIRST:
         value = one
     elif HALVES == 0:
@@ -214,23 +238,16 @@ def _finish(
         value = ACT(one, two)
     else:
         value = ACT(two, one)
-    stored: gl.constexpr = _stored(N)
-    value = gl.convert_layout(value.to(out_ptr.dtype.element_ty), stored)
-    n = n0 + gl.arange(0, N, gl.SliceLayout(0, stored))
-    ptrs = gl.expand_dims(out_ptr + rows.to(gl.int64) * OUT, 1) + gl.expand_dims(n, 0)
-    if WHOLE:
-        gl.store(ptrs, value, mask=gl.expand_dims(here, 1))
-    else:
-        gl.store(ptrs, value, mask=gl.expand_dims(here, 1) & gl.expand_dims(n < OUT, 0))
+    _store(value, out_ptr, rows, here, n0, N, OUT, OUT, WHOLE)
 
 
 @gluon.jit
 def _multiply_tile(
-    count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, a_bufs, b_bufs, full,
-    empty, PART: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr,
+    count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, a_bufs,
+    b_bufs, full, empty, PART: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr,
     OUT: gl.constexpr, GATHER: gl.constexpr, FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr,
     K_MAJOR: gl.constexpr, stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
-    ACT: gl.constexpr,
+    KEEP: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """A partition's rows of a tile, `first` and on. `count`: buffers used before."""
     M: gl.constexpr = a_bufs.type.shape[1]
@@ -258,24 +275,25 @@ def _multiply_tile(
         one, two = acc, acc
     WHOLE: gl.constexpr = OUT % N == 0
     if PIECE == N:
-        _finish(one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, N, OUT, FIRST, HALVES, GATE_FIRST,
-                stride_be, V_ROW, BIAS, SCALE, ACT, WHOLE)  # fmt: skip
+        _finish(one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, N, OUT, FIRST, HALVES,
+                GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT, WHOLE)  # fmt: skip
     else:
         left, right = _columns(one, 2 * N if HALVES == 1 else N)
         left2, right2 = _columns(two, 2 * N if HALVES == 1 else N)
-        _finish(left, left2, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, PIECE, OUT, FIRST, HALVES,
-                GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, ACT, WHOLE)  # fmt: skip
-        _finish(right, right2, e, n0 + PIECE, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, PIECE, OUT, FIRST,
-                HALVES, GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, ACT, WHOLE)  # fmt: skip
+        _finish(left, left2, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, PIECE, OUT, FIRST,
+                HALVES, GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT, WHOLE)  # fmt: skip
+        _finish(right, right2, e, n0 + PIECE, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, PIECE, OUT,
+                FIRST, HALVES, GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT, WHOLE)  # fmt: skip
 
 
 @gluon.jit
 def multiply_partition(
-    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty, told,
+    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty, told,
     told_full, told_empty, PART: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
     N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
-    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
+    stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
+    ACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * PART and on of each tile. Of a tile without such rows it hands the buffers back as they come."""
     S: gl.constexpr = full.type.shape[0]
@@ -292,9 +310,9 @@ def multiply_partition(
         first += PART * M
         if first < end:
             _multiply_tile(
-                count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, a_bufs,
-                b_bufs, full, empty, PART, PARTS, N, BK, K, OUT, GATHER, FIRST, HALVES, GATE_FIRST, K_MAJOR,
-                stride_be, V_ROW, BIAS, SCALE, ACT,
+                count, e, first, end, n0, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound,
+                a_bufs, b_bufs, full, empty, PART, PARTS, N, BK, K, OUT, GATHER, FIRST, HALVES, GATE_FIRST, K_MAJOR,
+                stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
             )  # fmt: skip
         else:
             for used in range(count, count + STEPS):

@@ -214,7 +214,7 @@ def _tile(n: int, gather: int = 0) -> Persistent:
 
 
 class HopperProducts(Products):
-    """The same by kernels.hopper, hopper_kept, hopper_act and hopper_outer, mostly from rows in sorted order."""
+    """The same by kernels.hopper, hopper_act and hopper_outer, mostly from rows in sorted order."""
 
     _copied: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -227,13 +227,14 @@ class HopperProducts(Products):
 
     def first(self, keep: str) -> tuple[torch.Tensor, torch.Tensor]:
         from ..kernels.hopper import fc1
-        from ..kernels.hopper_kept import fc1_kept
 
         spec, p, columns, (x, gather) = self.spec, self.p, kept_columns(self.spec, keep), self._x()
-        operands, tile = (x, p.gate_up, p.gate_up_bias, self.before, self.schedule, self.acts[0]), _tile(128, gather)
-        if not columns:
-            return x.new_empty((self.schedule.R, 0)), fc1(*operands, gated=spec.gated, tile=tile, **self._first)
-        return fc1_kept(*operands, tile=tile, both=columns == spec.G, **self._first)
+        kept = x.new_empty((self.schedule.R, columns))
+        act_RI = fc1(
+            x, p.gate_up, p.gate_up_bias, self.before, self.schedule, self.acts[0], gated=spec.gated,
+            tile=_tile(128, gather), kept=kept if columns else None, **self._first,
+        )  # fmt: skip
+        return kept, act_RI
 
     def halves(self, kept: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         from ..kernels.epilogue import epilogue

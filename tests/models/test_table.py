@@ -29,8 +29,13 @@ def check(name: str, o: Outcome) -> None:
     assert bool(o.router_whys) == ("router" in family)
 
 
+BROKEN = {("switch_transformers", "2.11"): "Dynamo of torch 2.11 breaks the graph inside of its router"}
+
+
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_every_block_is_replaced(name: str) -> None:
+    if why := BROKEN.get((name, torch.__version__.rpartition(".")[0])):
+        pytest.skip(why)
     o = outcome(name)
     if known := documented(DOCS.read_text(), transformers.__version__):
         row = line(name, o)

@@ -62,7 +62,10 @@ def plan_experts(
     """
     wish = check_provider(provider)
     verdicts: dict[str, Verdict] = {
-        n: p.available() and _copies(copied_bytes((n,), spec), weight_copy_bytes) and p.supports(spec, device)
+        n: p.available()
+        and (OK if device.type == "cuda" else p.supports(spec, device))  # no library is imported to say no to a CPU
+        and _copies(copied_bytes((n,), spec), weight_copy_bytes)
+        and p.supports(spec, device)
         for n, p in providers().items()
     }
     lines = tuple(f"{name}: {verdict}" for name, verdict in verdicts.items())

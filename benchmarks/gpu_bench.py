@@ -37,6 +37,7 @@ TOKENS = tuple(1 << i for i in range(14))
 BIG = "dsv3"  # has one process: two would fill a GPU
 LONG = 0.3e-3  # seconds of a call, at least, from which a tuner repeats it less
 WEIGHT = {"dsv3": 3.0, "mixtral": 1.6}  # of a cell's time, others 1
+PATIENCE = 20.0  # seconds that a compilation under way may take: what is timed beside it is no use
 LAST = 3.0  # seconds that writing and the table take
 
 
@@ -133,13 +134,13 @@ def cost(geometry: str, tokens: list[int]) -> float:
     return WEIGHT.get(geometry, 1.0) * sum(1.7 + T / 1500 for T in tokens)
 
 
-def warm(further: list[str]) -> None:
-    """Import what every process needs, before they are forked: each import takes seconds."""
+def warm() -> None:
+    """Import what every process needs and may be forked with, for each import takes seconds."""
     for name in (
         "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.codegen.triton",
         "torch._inductor.runtime.triton_heuristics", "torch._functorch.aot_autograd",
         "transformers.models.gpt_oss.modeling_gpt_oss", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode", *further,
+        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode",
     ):  # fmt: skip
         importlib.import_module(name)
 
@@ -166,12 +167,12 @@ def turns(
     tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float,
     ended: Callable[[Path], None],
 ) -> None:  # fmt: skip
-    """One GPU's processes, each alone on it in turn; from `prepared` on those that are ready, the others after them."""
+    """One GPU's processes, each alone on it in turn; PATIENCE after `prepared` those that are ready, then the others."""
 
     def ready(folder: Path) -> bool:
         return (folder / "ready").exists()
 
-    while time.time() < prepared and not all(ready(f) or not processes[f].is_alive() for _, _, f in tasks):
+    while time.time() < prepared + PATIENCE and not all(ready(f) or not processes[f].is_alive() for _, _, f in tasks):
         time.sleep(0.1)
     left = list(tasks)
     while left and time.time() < end - LAST:
@@ -224,7 +225,9 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
     parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
     parser.add_argument("--name", default="h200.json", help="of the record, under $OUT")
-    parser.add_argument("--imports", nargs="*", default=[], metavar="MODULE", help="modules to import first")
+    parser.add_argument(
+        "--imports", nargs="*", default=[], metavar="MODULE", help="modules that each process imports first"
+    )
     parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)  # geometry, tokens, folder of a process
     parser.add_argument("--prepared", type=float, default=0.0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -232,7 +235,7 @@ def main() -> None:
         geometry, tokens, folder = arguments.work
         work(geometry, [int(t) for t in tokens.split(",")], Path(folder), arguments)
         return
-    warm(arguments.imports)
+    warm()
     import torch
 
     from moe_compile import contest, standing

@@ -167,7 +167,7 @@ def turns(
     tasks: list[tuple[str, list[int], Path]], processes: dict[Path, Any], prepared: float, end: float,
     ended: Callable[[Path], None],
 ) -> None:  # fmt: skip
-    """One GPU's processes, each alone on it in turn; PATIENCE after `prepared` those that are ready, then the others."""
+    """One GPU's processes, each alone on it in turn. PATIENCE after `prepared` those not ready come last."""
 
     def ready(folder: Path) -> bool:
         return (folder / "ready").exists()

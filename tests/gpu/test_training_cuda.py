@@ -15,8 +15,10 @@ from test_triton_kernels import GPU, OAI, draw, spec_of  # noqa: E402
 from moe_compile import journal, ops, reference  # noqa: E402
 from moe_compile.backend import moe_backend  # noqa: E402
 from moe_compile.hardware import facts  # noqa: E402
+from moe_compile.kernels.tape import Tape  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
-from moe_compile.providers import aten_backward, triton_backward, triton_route  # noqa: E402
+from moe_compile.providers import Plan, aten_backward, triton_backward, triton_route  # noqa: E402
+from moe_compile.providers.trainer import Trainer  # noqa: E402
 from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
 from moe_compile.providers.triton_hopper import TritonHopper  # noqa: E402
 from moe_compile.spec import Layout, RouterSpec, torch_dtype  # noqa: E402
@@ -121,6 +123,28 @@ def test_steps_on_two_streams_and_in_a_graph_are_the_same(T):
         graph.replay()
         kept = [t.clone() for t in got]
         assert all(map(torch.equal, kept, step()))
+
+
+@pytest.mark.parametrize(("T", "keep"), [(40, "all"), (40, "none"), (700, "all"), (700, "half"), (700, "none")])
+@pytest.mark.parametrize("bias", ["none", "both"])
+def test_replayed_steps_are_those_as_written(T, keep, bias):
+    spec = spec_of(bias=bias, H=1024, I=384)
+    trainer = Trainer(spec, Plan.parse(f"keep={keep};*:triton_grouped"), GPU)
+    for seed in range(3):
+        x, ids, w, p = draw(spec, T)
+        x, ids = x.roll(seed, 0), ids.roll(seed, 1)
+        dout, tiles = torch.randn_like(x), triton_backward.tiles_of(spec, T, facts(GPU))
+        down = triton_backward.of_down(spec, p)
+        rest = [not d for d in down]
+        out, kept, order = trainer.forward(x, ids, w, p)
+        first = trainer.backward_down(dout, x, ids, w, p, kept, order, down)
+        second = trainer.backward_gate_up(first[0], x, ids, w, p, order, rest)
+        want, wanted, _ = triton_backward.forward(spec, x, ids, w, p, tiles, keep)
+        found = triton_backward.merged(first[1:], second, [True] * len(down), down)
+        wanted = triton_backward.backward(spec, dout, x, ids, w, p, wanted, [True] * len(down), tiles)
+        assert all(map(torch.equal, (out, *found), (want, *wanted)))
+    assert len(trainer.tapes.known) == 3
+    assert all(isinstance(tape, Tape) for tape in trainer.tapes.known.values()), trainer.tapes.known
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

@@ -26,8 +26,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-_compile_only = False
-_thread = threading.local()
+
+class _Thread(threading.local):
+    """A thread's own, since others may serve while one compiles. notes: where its launches are noted. compile_only:
+    none of its kernels runs."""
+
+    notes: list[Launched] | None = None
+    compile_only = False
+
+
+_thread = _Thread()
 
 
 class Launched(NamedTuple):
@@ -46,8 +54,8 @@ def note(launches: list[Launched] | None) -> None:
 
 
 def only_compiled() -> bool:
-    """Whether launches compile and run nothing (`compiling`)."""
-    return _compile_only
+    """Whether this thread's launches compile and run nothing (`compiling`)."""
+    return _thread.compile_only
 
 
 @lru_cache(None)
@@ -86,17 +94,16 @@ class Bound:
         known = self.compiled.get(found := tuple(key))
         if known is None:
             self._compile(found, grid, arguments, free)
-        elif not _compile_only:  # what it would read may come from a kernel that has only been compiled
+        elif not _thread.compile_only:  # what it would read may come from a kernel that has only been compiled
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             run, function, metadata = known  # and no launch metadata, no profiler's hooks
             run(*grid, 1, stream, function, metadata, None, None, None, *values, *free, *self.constants)
-        notes = getattr(_thread, "notes", None)
-        if notes is not None:
-            notes.append(Launched(self.compiled.get(found), grid, arguments, free, self.constants))
+        if _thread.notes is not None:
+            _thread.notes.append(Launched(self.compiled.get(found), grid, arguments, free, self.constants))
 
     def _compile(self, key: Any, grid: tuple[int, int], arguments: tuple[Any, ...], free: tuple[int, ...]) -> None:
         assert all(0 <= n < 2**31 for n in free), free
-        if _compile_only:
+        if _thread.compile_only:
             self.kernel.warmup(*arguments, *free, *self.constants, grid=grid, **self.options)
             return
         made = self.kernel[grid](*arguments, *free, *self.constants, **self.options)
@@ -126,19 +133,19 @@ def launch(
 
 @contextlib.contextmanager
 def compiling(executor: Executor) -> Iterator[None]:
-    """Inside, launches compile their kernels and run nothing; at the end all are compiled, by the executor's threads.
+    """Inside, this thread's launches compile their kernels and run nothing; at the end all are compiled, by the
+    executor's threads.
 
     Triton's passes let go of the interpreter lock: five kernels took 5.8 s one by one and 3.5 s on four threads (2 busy
     cores, triton 3.9, 2026-11-30).
     """
-    global _compile_only
     together = getattr(triton, "AsyncCompileMode", None)
-    _compile_only = True
+    _thread.compile_only = True
     try:
         with together(executor) if together else contextlib.nullcontext():
             yield
     finally:
-        _compile_only = False
+        _thread.compile_only = False
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -128,7 +128,7 @@ _COPIES: dict[tuple[Any, ...], _Copy] = {}
 def held_bytes() -> int:
     """Bytes of all copies that live."""
     with _LOCK:
-        return sum(c.tensor.numel() * c.tensor.itemsize for c in _COPIES.values())
+        return sum(c.tensor.numel() * c.tensor.itemsize for c in tuple(_COPIES.values()))
 
 
 def readable(stored: Stored, spec: ExpertsSpec, weights: ExpertWeights) -> Verdict:

@@ -35,3 +35,15 @@ def test_nothing_runs_while_kernels_are_compiled() -> None:
     assert kernel.asked == ["compile"]
     bound((1, 1), (8,))
     assert kernel.asked == ["compile", "run"]
+
+
+def test_other_threads_run_while_one_compiles() -> None:
+    """A server answers on one thread while another compiles for the next length."""
+    kernel = Kernel()
+    bound = Bound(kernel, (), torch.device("cpu"))
+    with ThreadPoolExecutor(1) as pool, compiling(pool):
+        with ThreadPoolExecutor(1) as other:
+            other.submit(bound, (1, 1), (7,)).result()
+            ran = list(kernel.asked)
+        bound((1, 1), (7,))
+    assert (ran, kernel.asked) == (["run"], ["run", "compile"])

@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .beside import NOTHING, Beside, Kind, beside_partition
 from .hopper_parts import fetch_partition, multiply_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sort import Schedule
@@ -52,17 +53,20 @@ class Persistent:
     PARTS: int = 2
 
 
-@gluon.jit(do_not_specialize=["bound"])
+@gluon.jit(do_not_specialize=["bound", "tokens"])
 def _kernel(
-    x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, stride_xt, bound,
+    x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, stride_xt, source_ptr, ids_ptr,
+    other_ptr, result_ptr, stride, bound, tokens,
     CHOICES: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
     PARTS: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
     ACT: gl.constexpr, A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr,
-    REGISTERS: gl.constexpr, PDL: gl.constexpr,
+    REGISTERS: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr, H: gl.constexpr,
+    BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK."""
+    """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK. BESIDE, or None,
+    and what comes with it: beside.py."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -87,7 +91,31 @@ def _kernel(
         mbarrier.init(told_empty.index(i), count=PARTS)
     tiles = gl.load(plan_ptr)
     FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 56 if PARTS == 2 else 32
-    if PARTS == 2:
+    if BESIDE is not None:
+        gl.warp_specialize(
+            [
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
+                )),
+                (multiply_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
+                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
+                )),
+                (beside_partition, (
+                    source_ptr, ids_ptr, other_ptr, result_ptr, tokens, stride, BESIDE, E, TOPK, H, BLOCK, WEIGHTED,
+                )),
+                (fetch_partition, (
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
+                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                )),
+            ],
+            [4, 2, 1],
+            [208, 88, 88],
+        )  # fmt: skip
+    elif PARTS == 2:
         gl.warp_specialize(
             [
                 (multiply_partition, (
@@ -207,6 +235,7 @@ def processors(device: torch.device) -> int:
 def _bound(
     tile: Persistent, first: bool, act: Any, choices: int, sizes: tuple[int, int], halves: str, k_major: bool,
     dtype: torch.dtype, device: torch.device, bias_stride: int | None, weights: Any, keep: int = 0,
+    beside: Kind = NOTHING,
 ) -> tuple[Bound, tuple[int, ...], tuple[int, ...], Any, Any, int]:  # fmt: skip
     """The kernel; the boxes of the weights' and the rows' descriptors and their layouts; how many programs run."""
     H, I = sizes
@@ -222,7 +251,7 @@ def _bound(
         choices, depth, columns, PART, tile.N, DEPTH, tile.PARTS, buffers, tile.GROUP, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
         bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
-        160 if three else 216 if gather else 232,
+        160 if three else 216 if gather else 232, *beside.constants,
     )  # fmt: skip
     bound = Bound(_kernel, constants, device, warps=4, overlap=first, registers=128 if three else 168)
     return bound, tuple(box), tuple(rows), w_layout, a_layout, programs
@@ -249,26 +278,27 @@ def fc1(
     arguments = (
         x, w if tile.GATHER else TensorDescriptor.from_tensor(x, list(rows), a_layout), w, v,
         bias[0] if bias else x, bias[-1] if bias else x, x if weights_TK is None else weights_TK.contiguous(), out,
-        out if kept is None else kept, schedule.plan, x.stride(0),
+        out if kept is None else kept, schedule.plan, x.stride(0), *4 * (out,), 1,
     )  # fmt: skip
-    bound((min(programs, schedule.bound * ceil_div(sizes[1], tile.N)), 1), arguments, (schedule.bound,))
+    bound((min(programs, schedule.bound * ceil_div(sizes[1], tile.N)), 1), arguments, (schedule.bound, 0))
     return out
 
 
 def fc2(
     act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool,
-    tile: Persistent,
+    tile: Persistent, beside: Beside | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """y_RH as of grouped.fc2."""
+    """y_RH as of grouped.fc2. beside: what else the launch does; PARTS is 2 then."""
     sizes = (down.shape[1 if k_major else 2], act_RI.shape[1])
     bound, box, rows, w_layout, a_layout, programs = _bound(
         tile, False, None, 1, sizes, "up", k_major, act_RI.dtype, act_RI.device,
-        None if bias is None else bias.stride(0), None,
+        None if bias is None else bias.stride(0), None, 0, beside.kind if beside else NOTHING,
     )  # fmt: skip
     y = torch.empty((schedule.R, sizes[0]), dtype=act_RI.dtype, device=act_RI.device)
     w = TensorDescriptor.from_tensor(down, list(box), w_layout)
     a = TensorDescriptor.from_tensor(act_RI, list(rows), a_layout)
     biased = act_RI if bias is None else bias
-    arguments = (act_RI, a, w, w, biased, biased, act_RI, y, y, schedule.plan, act_RI.stride(0))
-    bound((min(programs, schedule.bound * ceil_div(sizes[0], tile.N)), 1), arguments, (schedule.bound,))
+    also, tokens = (beside.arguments, beside.tokens) if beside else ((*4 * (y,), 1), 0)
+    arguments = (act_RI, a, w, w, biased, biased, act_RI, y, y, schedule.plan, act_RI.stride(0), *also)
+    bound((min(programs, schedule.bound * ceil_div(sizes[0], tile.N)), 1), arguments, (schedule.bound, tokens))
     return y

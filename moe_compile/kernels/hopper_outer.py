@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from .beside import NOTHING, Beside, Kind, beside_partition
 from .hopper import PART, _swizzled, processors
 from .hopper_parts import _fetch
 from .launch import Bound, ceil_div
@@ -139,13 +140,15 @@ def _multiply_partition(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["tokens"])
 def _outer_kernel(
-    a, b, out, spans_ptr, TILES: gl.constexpr, HIGH: gl.constexpr, WIDE: gl.constexpr, M: gl.constexpr,
-    N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr,
-    A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, OUT_LAYOUT: gl.constexpr, PDL: gl.constexpr,
+    a, b, out, spans_ptr, source_ptr, ids_ptr, other_ptr, result_ptr, stride, tokens, TILES: gl.constexpr,
+    HIGH: gl.constexpr, WIDE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
+    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr,
+    OUT_LAYOUT: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr, H: gl.constexpr,
+    BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """M: rows of a partition, of two."""
+    """M: rows of a partition, of two. BESIDE, or None, and what comes with it: beside.py."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -158,25 +161,51 @@ def _outer_kernel(
     for i in gl.static_range(S):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    gl.warp_specialize(
-        [
-            (_multiply_partition, (
-                out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 0, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
-            )),
-            (_multiply_partition, (
-                out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 1, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
-            )),
-            (_fetch_partition, (
-                a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
-            )),
-        ],
-        [4, 1],
-        [232, 24],
-    )  # fmt: skip
+    if BESIDE is None:
+        gl.warp_specialize(
+            [
+                (_multiply_partition, (
+                    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 0, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N,
+                    K,
+                )),
+                (_multiply_partition, (
+                    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 1, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N,
+                    K,
+                )),
+                (_fetch_partition, (
+                    a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
+                )),
+            ],
+            [4, 1],
+            [232, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply_partition, (
+                    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 0, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N,
+                    K,
+                )),
+                (_multiply_partition, (
+                    out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, 1, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N,
+                    K,
+                )),
+                (beside_partition, (
+                    source_ptr, ids_ptr, other_ptr, result_ptr, tokens, stride, BESIDE, E, TOPK, H, BLOCK, WEIGHTED,
+                )),
+                (_fetch_partition, (
+                    a, b, spans_ptr, a_bufs, b_bufs, full, empty, TILES, HIGH, WIDE, GROUP, PROGRAMS, M, N, K,
+                )),
+            ],
+            [4, 2, 1],
+            [208, 88, 88],
+        )  # fmt: skip
 
 
 @lru_cache(1024)
-def _bound(tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> tuple[Bound, int, Any]:
+def _bound(
+    tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, beside: Kind
+) -> tuple[Bound, int, Any]:
     """The kernel, how many programs run, and the layout of a stored part of a tile."""
     E, M, N = sizes
     high, wide = ceil_div(M, 2 * PART), ceil_div(N, tile.N)
@@ -184,18 +213,24 @@ def _bound(tile: Sums, sizes: tuple[int, int, int], dtype: torch.dtype, device: 
     layouts = [_swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.N // 2])]
     tiles = E * high * wide
     programs = min(programs, tiles)
-    constants = (tiles, high, wide, PART, tile.N, tile.K, tile.S, tile.GROUP, programs, *layouts)
+    constants = (tiles, high, wide, PART, tile.N, tile.K, tile.S, tile.GROUP, programs, *layouts, *beside.constants)
     return Bound(_outer_kernel, constants, device, warps=4, overlap=True, registers=168), programs, layouts[2]
 
 
-def outer(a_RM: torch.Tensor, b_RN: torch.Tensor, spans_E2: torch.Tensor, tile: Sums = _SUMS) -> torch.Tensor:
-    """out [E, M, N] in a's dtype, contiguous; see the module. Rows of a and b are aligned for tensor descriptors."""
+def outer(
+    a_RM: torch.Tensor, b_RN: torch.Tensor, spans_E2: torch.Tensor, tile: Sums = _SUMS, beside: Beside | None = None
+) -> torch.Tensor:
+    """out [E, M, N] in a's dtype, contiguous; see the module. Rows of a and b are aligned for tensor descriptors.
+
+    beside: what else the launch does.
+    """
     sizes = (spans_E2.shape[0], a_RM.shape[1], b_RN.shape[1])
-    bound, programs, layout = _bound(tile, sizes, a_RM.dtype, a_RM.device)
+    bound, programs, layout = _bound(tile, sizes, a_RM.dtype, a_RM.device, beside.kind if beside else NOTHING)
     out = torch.empty(sizes, dtype=a_RM.dtype, device=a_RM.device)
     arguments = (
         ragged(a_RM, (tile.K, PART), a_RM.dtype), ragged(b_RN, (tile.K, tile.N), a_RM.dtype),
         TensorDescriptor.from_tensor(out, [1, PART, tile.N // 2], layout), spans_E2,
+        *(beside.arguments if beside else (*4 * (spans_E2,), 1)),
     )  # fmt: skip
-    bound((programs, 1), arguments)
+    bound((programs, 1), arguments, (beside.tokens if beside else 0,))
     return out

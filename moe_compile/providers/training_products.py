@@ -24,6 +24,7 @@ from .triton_hopper import FEWEST_ROWS, TritonHopper, _ranked
 if TYPE_CHECKING:
     import torch
 
+    from ..kernels.beside import Beside
     from ..kernels.grouped import Tile
     from ..kernels.hopper import Persistent
     from ..kernels.outer import Rows
@@ -172,8 +173,8 @@ class Products:
             halves=self.spec.gate_up.halves, k_major=self.down_k_major, parts=parts, tile=self.tiles.act,
         )  # fmt: skip
 
-    def dx(self, dgate_up_RG: torch.Tensor) -> torch.Tensor:
-        """dx_RH = gate_up[e]^T dgate_up, in route order."""
+    def dx(self, dgate_up_RG: torch.Tensor, sums: bool) -> torch.Tensor:
+        """dx_RH = gate_up[e]^T dgate_up, in route order. sums: `dgate_up` is asked for next."""
         from ..kernels.backward import dx_routes
         from ..kernels.grouped import fc2
 
@@ -186,8 +187,15 @@ class Products:
         """The gradient of down."""
         return self._sum(self._rows(dout_TH), s_act_RI, self.down_k_major, self.tiles.ddown)
 
-    def dgate_up(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def tokens(self, dx_RH: torch.Tensor, sums: bool) -> tuple[torch.Tensor, Beside | None]:
+        """(The tokens' gradient, and what of it is left to `dgate_up` where that is asked for next.)"""
+        from ..kernels.finalize import finalize
+
+        return finalize(dx_RH, self.ids_TK, self.before, self.spec.E, self.x_TH.dtype), None
+
+    def dgate_up(self, parts: Sequence[torch.Tensor], left: Beside | None) -> list[torch.Tensor]:
         """The gradients of the first linear's tensors, of those whose part of dgate_up_RG is given."""
+        assert left is None
         x = self._rows(self.x_TH, self.before)
         return [self._sum(x, part, not self.k_major, self.tiles.dgate_up) for part in parts]
 
@@ -269,12 +277,34 @@ class HopperProducts(Products):
             halves=self.spec.gate_up.halves, k_major=self.down_k_major, parts=parts,
         )  # fmt: skip
 
-    def dx(self, dgate_up_RG: torch.Tensor) -> torch.Tensor:
+    def dx(self, dgate_up_RG: torch.Tensor, sums: bool) -> torch.Tensor:
+        from ..kernels import beside
         from ..kernels.hopper import fc2
 
-        if len(self.p.gate_up) > 1:
-            return super().dx(dgate_up_RG)
-        return fc2(dgate_up_RG, self.p.gate_up[0], None, self.schedule, k_major=not self.k_major, tile=_tile(256))
+        first, x = self.p.gate_up, self.x_TH
+        if len(first) > 1:
+            return super().dx(dgate_up_RG, sums)
+        also = beside.spread(x, self.ids_TK, self.schedule, self.spec.E) if sums else None
+        if also:
+            self._copied = x, also.result
+        return fc2(
+            dgate_up_RG, first[0], None, self.schedule, k_major=not self.k_major, tile=_tile(256), beside=also
+        )  # fmt: skip
+
+    def tokens(self, dx_RH: torch.Tensor, sums: bool) -> tuple[torch.Tensor, Beside | None]:
+        from ..kernels import beside
+
+        if not sums:
+            return super().tokens(dx_RH, sums)
+        left = beside.finalize(dx_RH, self.ids_TK, self.before, self.spec.E, self.x_TH.dtype)
+        return left.result, left
+
+    def dgate_up(self, parts: Sequence[torch.Tensor], left: Beside | None) -> list[torch.Tensor]:
+        from ..kernels.hopper_outer import outer
+
+        x = self._rows(self.x_TH, self.before).of
+        pairs = [(part, x) if self.k_major else (x, part) for part in parts]
+        return [outer(*pair, self.ends, beside=None if n else left) for n, pair in enumerate(pairs)]
 
     @cached_property
     def acts(self) -> tuple[Any, Any, Any]:

@@ -161,7 +161,6 @@ def backward_gate_up(
     p: ExpertWeights, needs: Sequence[bool], tiles: Tiles | None = None, order: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The gradients that `needs` names of those that are not `of_down`, from what backward_down returned first."""
-    from ..kernels.finalize import finalize
     from ..kernels.outer import Rows, route_dots, row_sum
 
     T, E, K, n = x_TH.shape[0], spec.E, spec.K, len(p.gate_up)
@@ -169,18 +168,20 @@ def backward_gate_up(
         return _zeros(x_TH, w_TK, p, needs)
     (hidden, weights), firsts, biases = needs[:2], needs[2 : 2 + n], needs[3 + n : 3 + n + len(p.gate_up_bias)]
     found: list[torch.Tensor] = []
+    sums, left = any(firsts), None
     with on(x_TH.device):
         by = products(spec, x_TH, ids_TK, w_TK, p, tiles or tiles_of(spec, T, facts(x_TH.device)), order)
         if hidden or weights:
-            dx_RH = by.dx(dgate_up_RG)
+            dx_RH = by.dx(dgate_up_RG, sums)
             if hidden:
-                found.append(finalize(dx_RH, ids_TK, by.before, E, x_TH.dtype))
+                dx_TH, left = by.tokens(dx_RH, sums)
+                found.append(dx_TH)
             if weights:
                 found.append(route_dots(None, ids_TK, dx_RH, by.x_TH, E, torch_dtype(spec.w), a_experts=False))
-            del dx_RH  # as large as the routes: gone before gradients as large as the weights come
+            del dx_RH  # as large as the routes: gone, but for what is left, before gradients as large as the weights
         parts = dgate_up_RG.chunk(n, dim=1)
-        if any(firsts):
-            found += by.dgate_up([part for part, need in zip(parts, firsts, strict=True) if need])
+        if sums:
+            found += by.dgate_up([part for part, need in zip(parts, firsts, strict=True) if need], left)
         rows = (Rows(of=part) for part, need in zip(parts, biases) if need)
         found += [row_sum(part, by.schedule, by.ends, choices=K) for part in rows]
     return found

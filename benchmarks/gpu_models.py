@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import torch._inductor.config
 import transformers
 import triton
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -83,6 +84,7 @@ def tokens(T: int) -> torch.Tensor:
 
 def ahead(T: int, name: str, implementation: str) -> None:
     """A process: compile a column."""
+    torch._inductor.config.compile_threads = 1  # a column a processor
     torch.set_float32_matmul_precision("high")
     with torch.inference_mode():
         compiled(build(implementation), T, name)(tokens(T))

@@ -2,12 +2,11 @@
 
 In: ids_TK (int32 or int64), E, and BLOCK_M, the rows of a tile. Out: `Schedule`, on the device, in one launch, without
 a host synchronization. Route r = t * K + k; a program places a chunk of them, for which it needs the counts of all.
-For few routes it counts them itself. Else the programs meet: each takes chunks to count until none is left, and waits
-for those that others took before it adds up their counts.
+For few routes it counts them itself. Else each program counts its chunk, waits until all are counted, and adds up.
 Invariants: routes of an expert are contiguous and ascend (the sort is stable, hence deterministic); a route whose id is
-not in [0, E) is in no tile; a tile never spans experts. No program waits for one that may not have started: what it
-waits for was taken by programs that run, and that wait for nothing until they have counted it. So any number of
-programs may be resident, down to one at a time, as in Triton's interpreter.
+not in [0, E) is in no tile; a tile never spans experts. No program depends on another that may not run: one that has
+waited long counts what is missing, to the same numbers. So any number of programs may be resident, down to one at a
+time, as in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,11 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .launch import Bound, ceil_div, power_of_2
 from .zeroed import zeroed
 
-ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 19  # most R and most R * bins for which every program counts all ids
-_SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk
+ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 18  # most R and most R * bins for which every program counts all ids
+_SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk. Threads of a program
 _SCAN = 1024  # ids counted at once
-_CHUNKS = 128  # most
-_CELLS = 1 << 14  # counts added up at once
+_CHUNKS = 128  # most: each has a bit of four words
+_CELLS = 1 << 14  # pairs of counts added up at once
+_NARROW = 1 << 16  # R from which the pairs are of 32 bits each
+_PATIENCE = 64  # looks, of about half a microsecond, before a program counts other chunks than its own
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def tile_bound(R: int, E: int, BLOCK_M: int) -> int:
 
 def counts_alone(R: int, E: int) -> bool:
     """Whether every program counts all ids: it waits for no other, but counts R of them in E bins. (us so and together:
-    E128 K8 T=256 4.0, 5.5; T=512 5.8, 5.6; E512 K10 T=64 5.6, 6.5; T=256 9.2, 7.0; H200, 2026-12-01)"""
+    E128 K8 T=256 3.9, 4.4; T=512 5.8, 4.6; E512 K10 T=64 5.5, 5.2; E8 K2 T=4096 7.3, 4.3; H200, 2026-12-01)"""
     return R <= ALONE_ROUTES and R * _bins_of(E) <= ALONE_COUNTS
 
 
@@ -118,46 +119,66 @@ def _counted_alone(ids_ptr, origin, R, E: tl.constexpr, BINS: tl.constexpr, SCAN
 
 
 @triton.jit
-def _counted_together(
+def _meet(
     ids_ptr, counters_ptr, words_ptr, R, length, E: tl.constexpr, BINS: tl.constexpr, SUB: tl.constexpr,
-    ROWS: tl.constexpr,
+    PATIENCE: tl.constexpr,
 ):  # fmt: skip
-    """The same, of the program's chunk. words: chunks taken + (chunks counted << 16); programs that know both."""
-    mine, chunks, e = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS)
-    state = tl.atomic_add(words_ptr, 1, sem="relaxed")
-    while (state & 0xFFFF) < chunks:
-        chunk = state & 0xFFFF
-        count, origin = tl.zeros((BINS,), tl.int32), chunk * length
-        n = tl.minimum(length, R - origin)
-        for start in range(0, n, SUB):
-            count += _counts(_bins(ids_ptr + origin, start + tl.arange(0, SUB), n, E), E, BINS)
-        tl.store(counters_ptr + chunk * BINS + e, count.to(counters_ptr.dtype.element_ty))
-        tl.debug_barrier()  # all of them are written
-        state = tl.atomic_add(words_ptr, 0x10001, sem="acq_rel")
-    state = tl.atomic_add(words_ptr, 0, sem="acquire")
-    while (state >> 16) < chunks:
-        state = tl.atomic_add(words_ptr, 0, sem="acquire")
-    tl.debug_barrier()
-    total, before = tl.zeros((BINS,), tl.int32), tl.zeros((BINS,), tl.int32)
+    """Counts the program's chunk, counters[chunk, e] routes that go to e, and comes back when all chunks are counted.
+
+    Chunk c is bit c % 32 of word c // 32, which thread c // 32 looks at. Thread i < 4 of the last program to come back
+    gets chunks - 1, which it then knows of words i and 4 + i: no one looks at them any more.
+    """
+    mine, chunks, i = tl.program_id(0), tl.num_programs(0), tl.arange(0, SUB)
+    bits = tl.minimum(tl.maximum(chunks - 32 * i, 0), 32)
+    all_bits = tl.where(bits == 32, -1, (1 << (bits % 32)) - 1)
+    chunk, looks, counts, missing = mine, 0, True, True
+    while missing:
+        if counts:
+            count, origin = tl.zeros((BINS,), tl.int32), chunk * length
+            n = tl.minimum(length, R - origin)
+            for start in range(0, n, SUB):
+                count += _counts(_bins(ids_ptr + origin, start + i, n, E), E, BINS)
+            tl.store(counters_ptr + chunk * BINS + tl.arange(0, BINS), count.to(counters_ptr.dtype.element_ty))
+            tl.debug_barrier()  # every thread has stored its part
+            tl.atomic_or(words_ptr + chunk // 32, 1 << (chunk % 32), sem="release")
+        seen = tl.atomic_or(words_ptr + i, 0 * i, mask=i < 4, sem="acquire")
+        lacks = tl.where(i < 4, all_bits & ~seen, 0)
+        missing = tl.max((lacks != 0).to(tl.int32), axis=0) > 0
+        looks += 1
+        chunk = (mine + looks) % chunks
+        counts = False
+        if looks > PATIENCE:
+            counts = tl.max(tl.where(i == chunk // 32, lacks >> (chunk % 32) & 1, 0), axis=0) > 0
+    return tl.atomic_add(words_ptr + 4 + i, 1 + 0 * i, mask=i < 4, sem="relaxed")
+
+
+@triton.jit
+def _added_up(counters_ptr, BINS: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr):
+    """(total, before) as _counted_alone, of all programs' counts. Pairs of them are added as one number: neither sum
+    reaches 2^16, or 2^32 where WIDE."""
+    mine, chunks, pair = tl.program_id(0), tl.num_programs(0), tl.arange(0, BINS // 2)
+    kind: tl.constexpr = tl.int64 if WIDE else tl.int32
+    BITS: tl.constexpr = 32 if WIDE else 16
+    pairs_ptr = counters_ptr.to(tl.pointer_type(kind))
+    total, before = tl.zeros((BINS // 2,), kind), tl.zeros((BINS // 2,), kind)
     for first in range(0, chunks, ROWS):
         c = first + tl.arange(0, ROWS)[:, None]
-        counts = tl.load(counters_ptr + c * BINS + e[None, :], mask=c < chunks, other=0).to(tl.int32)
+        counts = tl.load(pairs_ptr + c * (BINS // 2) + pair[None, :], mask=c < chunks, other=0)
         total += tl.sum(counts, axis=0)
         before += tl.sum(tl.where(c < mine, counts, 0), axis=0)
-    if tl.atomic_add(words_ptr + 1, 1, sem="relaxed") == chunks - 1:  # no one looks any more
-        tl.store(words_ptr, 0)
-        tl.store(words_ptr + 1, 0)
-    return total, before
+    LOW: tl.constexpr = (1 << BITS) - 1
+    total = tl.interleave((total & LOW).to(tl.int32), (total >> BITS & LOW).to(tl.int32))
+    return total, tl.interleave((before & LOW).to(tl.int32), (before >> BITS & LOW).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["R", "length", "bound"])
 def _sort_kernel(
     ids_ptr, counters_ptr, words_ptr, plan_ptr, R, length, bound,
     E: tl.constexpr, BINS: tl.constexpr, BLOCK_M: tl.constexpr, PART: tl.constexpr, INVERSE: tl.constexpr,
-    ALONE: tl.constexpr, SCAN: tl.constexpr, SUB: tl.constexpr, PDL: tl.constexpr,
+    ALONE: tl.constexpr, SCAN: tl.constexpr, SUB: tl.constexpr, PATIENCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places the chunk's routes, and writes its share of the tiles. INVERSE writes positions and ends, too. SCAN: ids
-    counted at once where ALONE, else chunks whose counts are added up at once."""
+    """Places the chunk's routes, and writes its share of the tiles; INVERSE: positions and ends, too. SCAN: ids counted
+    at once where ALONE, else chunks whose counts are added up at once."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -167,7 +188,8 @@ def _sort_kernel(
     if ALONE:
         total, before = _counted_alone(ids_ptr, origin, R, E, BINS, SCAN)
     else:
-        total, before = _counted_together(ids_ptr, counters_ptr, words_ptr, R, length, E, BINS, SUB, SCAN)
+        left = _meet(ids_ptr, counters_ptr, words_ptr, R, length, E, BINS, SUB, PATIENCE)
+        total, before = _added_up(counters_ptr, BINS, counters_ptr.dtype.element_ty == tl.int32, SCAN)
     first = tl.cumsum(total, axis=0) - total
     tiles = (total + BLOCK_M - 1) // BLOCK_M
     at = tl.cumsum(tiles, axis=0) - tiles
@@ -186,6 +208,11 @@ def _sort_kernel(
             tl.store(tile_ptr + 1, first + j * parts // among * PART, mask=j < tiles)
             tl.store(tile_ptr + 2, first + below, mask=j < tiles)
 
+    i = tl.arange(0, SUB)
+    if not ALONE:
+        last = (i < 4) & (left == chunks - 1)
+        tl.store(words_ptr + i, 0, mask=last)
+        tl.store(words_ptr + 4 + i, 0, mask=last)
     routes_ptr = plan_ptr + 4 + 4 * bound
     positions_ptr = routes_ptr + (R + 3) // 4 * 4
     if INVERSE and chunk == 0:
@@ -193,7 +220,7 @@ def _sort_kernel(
         tl.store(ends_ptr, tl.where(total > 0, first, 0), mask=e < E)
         tl.store(ends_ptr + 1, tl.where(total > 0, first + total, 0), mask=e < E)
     free = first + before  # each expert's next position
-    i, n = tl.arange(0, SUB), tl.minimum(length, R - origin)
+    n = tl.minimum(length, R - origin)
     for start in range(0, n, SUB):
         mine = _bins(ids_ptr + origin, start + i, n, E)
         earlier = (mine[:, None] == mine[None, :]) & (i[:, None] < i[None, :])  # summed down columns: no shuffles
@@ -207,11 +234,11 @@ def _sort_kernel(
 
 @lru_cache(1024)
 def _bound(
-    E: int, rows: tuple[int, int], inverse: bool, alone: bool, scan: int, ids: torch.dtype, counters: torch.dtype,
-    device: torch.device,
+    E: int, rows: tuple[int, int], inverse: bool, alone: bool, scan: int, patience: int, ids: torch.dtype,
+    counters: torch.dtype, device: torch.device,
 ) -> Bound:  # fmt: skip
     """The kernel for all calls that differ in addresses and in R only. rows: of a tile and of its parts."""
-    constants = (E, _bins_of(E), *rows, inverse, alone, scan, _SUB)
+    constants = (E, _bins_of(E), *rows, inverse, alone, scan, _SUB, patience)
     return Bound(_sort_kernel, constants, device, warps=_SUB // 32, overlap=True)
 
 
@@ -231,11 +258,11 @@ def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0, *, in
         counters = words = plan
     else:
         length = _SUB * ceil_div(R, _SUB * _CHUNKS)
-        scan = min(power_of_2(ceil_div(R, length)), max(1, _CELLS // bins))
-        kind = torch.int16 if length < 1 << 15 else torch.int32
+        scan = min(power_of_2(ceil_div(R, length)), 2 * _CELLS // bins)
+        kind = torch.int16 if R < _NARROW else torch.int32
         counters = torch.empty(ceil_div(R, length) * bins, dtype=kind, device=ids.device)
         words = zeroed(ids.device)()
-    kernel = _bound(E, rows, inverse, alone, scan, ids.dtype, counters.dtype, ids.device)
+    kernel = _bound(E, rows, inverse, alone, scan, _PATIENCE, ids.dtype, counters.dtype, ids.device)
     kernel((ceil_div(R, length), 1), (ids, counters, words, plan), (R, length, bound))
     return Schedule(plan, bound, R)
 

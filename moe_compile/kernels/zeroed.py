@@ -1,6 +1,6 @@
 """Words of device memory that are zero between launches, for kernels whose programs count what the others have done.
 
-In: a device. Out: four int32 words, aligned to 16 bytes, for one launch on the current stream, which leaves them zero.
+In: a device. Out: eight int32 words, aligned to 16 bytes, for one launch on the current stream, which leaves them zero.
 Invariant: launches that may run side by side have different words. Those of a stream wait for each other (launch.py)
 and share them. A captured launch keeps words of its own: its graph may be replayed on any stream, though not beside
 itself.
@@ -14,7 +14,8 @@ from functools import lru_cache
 
 import torch
 
-_LAUNCHES = 1 << 16  # whose words are made together: 1 MiB
+WORDS = 8
+_LAUNCHES = 1 << 15  # whose words are made together: 1 MiB
 _PER_THREAD = 2  # the raw stream that is another one in every thread
 
 
@@ -23,13 +24,13 @@ class Zeroed:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
-        self.made: list[torch.Tensor] = []  # [_LAUNCHES, 4] each
+        self.made: list[torch.Tensor] = []  # [_LAUNCHES, WORDS] each
         self.spare: Iterator[torch.Tensor] = iter(())
         self.of_stream: dict[tuple[int, int], torch.Tensor] = {}
         self.lock = threading.Lock()
 
     def __call__(self, stream: int | None = None) -> torch.Tensor:
-        """int32 [4]. stream: the current one, if the caller knows it."""
+        """int32 [WORDS]. stream: the current one, if the caller knows it."""
         if not self.cuda:
             key = (0, threading.get_ident())
         elif torch._C._cuda_isCurrentStreamCapturing():
@@ -47,18 +48,18 @@ class Zeroed:
             found = next(self.spare, None)
             if found is None and grow:
                 with torch._C._DisableTorchDispatch():  # no part of the call that tape.py may be recording
-                    memory = torch.zeros((_LAUNCHES, 4), dtype=torch.int32, device=self.device)
+                    memory = torch.zeros((_LAUNCHES, WORDS), dtype=torch.int32, device=self.device)
                 if self.cuda:  # other streams use it too
                     torch.cuda.current_stream(self.device).synchronize()
                 self.made.append(memory)
                 self.spare = (memory[i] for i in range(_LAUNCHES))
                 found = next(self.spare)
         # a captured launch for which none are left: zeroed at each replay
-        return torch.zeros(4, dtype=torch.int32, device=self.device) if found is None else found
+        return torch.zeros(WORDS, dtype=torch.int32, device=self.device) if found is None else found
 
     def owns(self, t: torch.Tensor) -> bool:
         """Whether `t` has words from here."""
-        return any(m.data_ptr() <= t.data_ptr() < m.data_ptr() + 16 * _LAUNCHES for m in self.made)
+        return any(m.data_ptr() <= t.data_ptr() < m.data_ptr() + m.nbytes for m in self.made)
 
 
 zeroed = lru_cache(None)(Zeroed)

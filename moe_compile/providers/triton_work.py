@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from ..spec import ELEMENT_BYTES, ExpertsSpec
 from ..work import Passed, Sorted, Streamed, Tiled, Work
 
-ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 19  # as kernels/sort.py, whose import needs triton
+ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 18  # as kernels/sort.py, whose import needs triton
 
 
 def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:

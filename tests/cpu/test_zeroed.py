@@ -54,7 +54,7 @@ def test_a_captured_launch_has_words_of_its_own(device):
     assert all(device.words.owns(device.words.made[0][i]) for i in range(8))
     late = [device.words() for _ in range(3)]  # none are left, and a capture can't make some
     assert len(device.words.made) == 1 and not any(map(device.words.owns, late))
-    assert all(t.tolist() == [0, 0, 0, 0] for t in late) and len({t.data_ptr() for t in late}) == 3
+    assert all(t.tolist() == [0] * module.WORDS for t in late) and len({t.data_ptr() for t in late}) == 3
     device.capturing = False
     assert addresses(device.words, 1) == eager
     device.stream = 9

@@ -6,6 +6,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 pytest.importorskip("triton")
 
+from moe_compile.kernels import sort  # noqa: E402
 from moe_compile.kernels.sort import Schedule, sort_routes, sort_routes_reference  # noqa: E402
 from moe_compile.kernels.zeroed import zeroed  # noqa: E402
 
@@ -61,6 +62,17 @@ def test_most_routes():
     got = sort_routes(ids, 8, 128)
     assert got.tiles().tolist() == [[3, 0, 2]]
     assert got.routes()[:2].tolist() == [2**31 - 3, 2**31 - 2]
+    assert clean()
+
+
+@pytest.mark.parametrize("T", [300, 4096, 70_000])
+def test_programs_that_count_what_others_do(T, monkeypatch):
+    """Without patience, all of them at once."""
+    monkeypatch.setattr(sort, "_PATIENCE", 0)
+    monkeypatch.setattr(sort, "counts_alone", lambda R, E: False)
+    for seed in range(10):
+        ids = drawn(T, 8, 128, seed=seed)
+        assert same(sort_routes(ids, 128, 64), sort_routes_reference(ids, 128, 64), ids, 128)
     assert clean()
 
 

@@ -81,14 +81,15 @@ def test_epilogue_is_cached_by_expression():
     rows=st.sampled_from([(16, 0), (64, 0), (48, 16), (192, 64)]),
     chunks=st.sampled_from([0, 1, 3, 128]),
     inverse=st.booleans(),
+    narrow=st.booleans(),
     seed=st.integers(0, 9),
 )
-@example(sizes=(1, 1, 1), ids="any", rows=(16, 0), chunks=0, inverse=True, seed=0)
-@example(sizes=(1, 1, 1), ids="any", rows=(16, 0), chunks=3, inverse=False, seed=0)
-@example(sizes=(700, 2, 5), ids="dropped", rows=(48, 16), chunks=3, inverse=True, seed=0)
-@example(sizes=(300, 4, 1024), ids="any", rows=(16, 0), chunks=4, inverse=True, seed=0)
-@example(sizes=(900, 2, 8), ids="one", rows=(64, 0), chunks=0, inverse=False, seed=0)
-def test_sort(sizes, ids, rows, chunks, inverse, seed):
+@example(sizes=(1, 1, 1), ids="any", rows=(16, 0), chunks=0, inverse=True, narrow=True, seed=0)
+@example(sizes=(1, 1, 1), ids="any", rows=(16, 0), chunks=3, inverse=False, narrow=False, seed=0)
+@example(sizes=(700, 2, 5), ids="dropped", rows=(48, 16), chunks=3, inverse=True, narrow=True, seed=0)
+@example(sizes=(300, 4, 1024), ids="any", rows=(16, 0), chunks=4, inverse=True, narrow=True, seed=0)
+@example(sizes=(900, 2, 8), ids="one", rows=(64, 0), chunks=0, inverse=False, narrow=False, seed=0)
+def test_sort(sizes, ids, rows, chunks, inverse, narrow, seed):
     """chunks: the most of them, where the programs count together; 0: each counts alone."""
     T, K, E = sizes
     draw = torch.Generator().manual_seed(seed)
@@ -101,6 +102,8 @@ def test_sort(sizes, ids, rows, chunks, inverse, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moe_compile.kernels.sort.counts_alone", lambda R, E: not chunks)
         patch.setattr("moe_compile.kernels.sort._CHUNKS", max(1, chunks))
+        patch.setattr("moe_compile.kernels.sort._PATIENCE", 2)
+        patch.setattr("moe_compile.kernels.sort._NARROW", 1 << 16 if narrow else 0)
         got, want = sort_routes(given_TK, E, *rows, inverse=inverse), sort_routes_reference(given_TK, E, *rows)
     assert got.bound == want.bound >= len(want.tiles())
     assert got.tiles().tolist() == want.tiles().tolist()

@@ -23,6 +23,18 @@ _HANDLES = "_moe_compile_swapped"  # on a module whose halves are exchanged: its
 _HALVED = ("gate_up_proj", "gate_up_proj_bias")
 
 
+class Unpicklable:
+    """In a module whose code was replaced on the instance: that can be copied, but nobody could load its pickle."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "moe_compile: a prepared model can't be pickled; moe_compile.restore(model) first, or save its state_dict"
+        )
+
+    def __deepcopy__(self, memo: Any) -> Unpicklable:
+        return self
+
+
 def swap(model: nn.Module) -> tuple[str, ...]:
     """Exchange the halves of every module that `why_not` doesn't refuse; the paths of those that were exchanged now.
 
@@ -40,6 +52,7 @@ def swap(model: nn.Module) -> tuple[str, ...]:
         handles = (
             module.register_state_dict_post_hook(_save),
             module.register_load_state_dict_pre_hook(_load),
+            Unpicklable(),
         )
         setattr(module, _HANDLES, handles)
         done.append(path)
@@ -50,9 +63,9 @@ def restore(model: nn.Module) -> tuple[str, ...]:
     """Undo `swap`; the paths of the modules that were exchanged."""
     undone = []
     for path, module in model.named_modules():
-        handles = vars(module).get(_HANDLES)
-        if handles is None:
+        if not swapped(module):
             continue
+        *handles, _ = vars(module)[_HANDLES]
         for handle in handles:
             handle.remove()
         del module.forward, module._apply_gate

@@ -17,6 +17,7 @@ from torch import nn
 from . import inplace
 from .capturable import FORMS, Form
 
+_REPLACED = "_moe_compile_replaced"  # on a module whose forward was replaced
 _SWITCHED = "_moe_compile_switched"  # on an experts module: the implementation that its config named before
 
 
@@ -86,6 +87,7 @@ def prepare(model: nn.Module, *, weights: str = "as_is") -> Prepared:
                 left.append(Change(module=path, kind=kind, to=why, why=form.breaks))
                 continue
             module.forward = MethodType(form.forward, module)
+            setattr(module, _REPLACED, inplace.Unpicklable())
             changes.append(Change(module=path, kind=kind, to=f"capturable.{form.forward.__name__}", why=form.breaks))
     if weights == "swap_in_place":
         kinds = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -108,6 +110,7 @@ def restore(model: nn.Module) -> tuple[str, ...]:
             delattr(module, _SWITCHED)
         else:
             del module.forward
+            delattr(module, _REPLACED)
     return tuple(dict.fromkeys(undone))
 
 
@@ -130,8 +133,7 @@ def _form(module: nn.Module) -> Form | None:
 
 
 def _prepared(module: nn.Module) -> bool:
-    ours = {f.forward for f in FORMS.values()}
-    return _SWITCHED in vars(module) or getattr(vars(module).get("forward"), "__func__", None) in ours
+    return not {_SWITCHED, _REPLACED}.isdisjoint(vars(module))
 
 
 def _loops(module: nn.Module) -> bool:

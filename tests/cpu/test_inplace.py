@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_prepare_asks_for_it_and_restore_undoes_it(model):
     torch.testing.assert_close(logits(model), expected)
     with pytest.raises(ValueError, match="is not one of as_is, swap_in_place"):
         moe_compile.prepare(model, weights="swap")
+
+
+def test_a_copy_stays_exchanged_and_a_pickle_is_refused(model):
+    expected = logits(model)
+    inplace.swap(model)
+    twin = copy.deepcopy(model)
+    with pytest.raises(TypeError, match="can't be pickled"):
+        pickle.dumps(model)
+    assert inplace.restore(twin)
+    assert torch.equal(logits(twin), expected)
+    assert torch.equal(logits(model), expected)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -71,6 +72,15 @@ def test_a_copy_is_prepared_too_and_on_its_own(name: str) -> None:
             p.zero_()
         torch.testing.assert_close(table.answer(twin(**given)), first)  # it reads its own weights
     assert moe_compile.restore(twin)
+
+
+def test_a_pickle_that_could_not_be_loaded_is_not_made() -> None:
+    model = table.build("dbrx")
+    moe_compile.prepare(model)
+    with pytest.raises(TypeError, match=r"can't be pickled; moe_compile.restore\(model\) first"):
+        pickle.dumps(model)
+    moe_compile.restore(model)
+    assert pickle.dumps(model)
 
 
 def test_an_implementation_that_the_user_chose() -> None:

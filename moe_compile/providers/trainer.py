@@ -8,6 +8,7 @@ encoded at each launch, and the spec's expressions are looked up. kernels/tape.p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..hardware import facts
@@ -16,6 +17,7 @@ from ..spec import ExpertsSpec
 from . import triton_backward
 from .base import Plan
 from .training_products import Tiles, tiles_of
+from .triton_hopper import FEWEST_ROWS
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,14 @@ class Trainer:
         from ..kernels.tape import Tapes
 
         self.spec, self.plan, self.device, self.tapes = spec, plan, device, Tapes()
+
+    @cached_property
+    def hopper(self) -> bool:
+        """Whether kernels for Hopper train many tokens, whose rows lie beside the weights' gradients anyway."""
+        return self._tiles(1 << 24).hopper
+
+    def _tiles(self, T: int) -> Tiles:
+        return tiles_of(self.spec, T, facts(self.device), self.plan.train)
 
     def forward(self, x_TH: Tensor, ids_TK: Tensor, w_TK: Tensor | None, p: ExpertWeights) -> Any:
         def run(tiles: Tiles) -> Any:
@@ -56,6 +66,10 @@ class Trainer:
                 self.spec, dgate_up_RG, x_TH, ids_TK, w_TK, p, needs, tiles, order
             )  # fmt: skip
 
+        T = x_TH.shape[0]
+        if T * self.spec.K > FEWEST_ROWS * self.spec.E and not self.hopper:
+            # as written, the routes' rows [R, H] go before the weights' gradients come; a replay's scratch stays
+            return run(self._tiles(T))
         return self._replayed(("gate_up", *needs), run, p, x_TH, ids_TK, w_TK, dgate_up_RG, order)
 
     def _replayed(self, what: Any, run: Any, p: ExpertWeights, x_TH: Tensor, *others: Tensor | None) -> Any:
@@ -63,7 +77,7 @@ class Trainer:
         T = x_TH.shape[0]
 
         def written() -> Any:
-            return run(tiles_of(self.spec, T, facts(self.device), self.plan.train))
+            return run(self._tiles(T))
 
         if self.device.type != "cuda":
             return written()

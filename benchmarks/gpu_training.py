@@ -4,7 +4,8 @@ In: what to do, geometries and token counts on the command line. Out: tables on 
   check   gradients in bf16 against fp64, beside those of the torch bf16 path; repeatability
   stages  each product alone, for each tile of VARIANTS
   total   forward + backward of the experts (routing given) beside HuggingFace's grouped_mm under Inductor: time of a
-          CUDA graph of one layer (its weights exceed L2), memory kept after the forward, peak beyond what was there
+          CUDA graph of one layer (its weights exceed L2), memory kept after the forward, peak beyond what was there;
+          host time of a step run eagerly
 """
 
 from __future__ import annotations
@@ -303,6 +304,19 @@ def memory(step: Any, inputs: tuple[Any, ...]) -> tuple[float, float]:
     return kept / 1e6, peak / 1e6
 
 
+def host_us(step: Any, inputs: tuple[Any, ...]) -> float:
+    """What a step costs the host: the least of 3 runs of 10 steps, without a synchronization."""
+    runs = []
+    for _ in range(4):  # the first is not counted
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            list(step(*inputs))
+        runs.append((time.perf_counter() - began) / 10)
+    torch.cuda.synchronize()
+    return 1e6 * min(runs[1:])
+
+
 def totals(name: str, Ts: list[int], timer: Timer) -> list[Any]:
     spec, rows = spec_of(name), []
     p = weights_of(spec, "cuda")
@@ -323,6 +337,8 @@ def totals(name: str, Ts: list[int], timer: Timer) -> list[Any]:
         row["us"] = {k: round(v[0], 1) for k, v in us.items()}
         row["forward_us"] = {k: round(v[0], 1) for k, v in forward.items()}
         row["spread"] = round(max(v[1] for v in us.values()), 3)
+        if T <= 4096:
+            row["host_us"] = {k: round(host_us(s, inputs), 1) for k, s in steps.items()}
         print(row, flush=True)
         rows.append(row)
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Small calls of every kernel, for compute-sanitizer; each family alone, or all:
 
-    compute-sanitizer --tool memcheck python benchmarks/gpu_sanitize.py [decode grouped hopper training sort route]
+    compute-sanitizer --tool memcheck python benchmarks/gpu_sanitize.py [decode grouped hopper training route]
     compute-sanitizer --tool racecheck python benchmarks/gpu_sanitize.py hopper
 
 Sizes that no tile divides where a kernel allows them, dropped routes, an expert without rows. Prints each call; says
@@ -93,16 +93,8 @@ def training() -> Iterator[str]:
             yield f"training, {name}, T={T}: train={train} keep={keep} hopper={tiles.hopper}"
 
 
-def sort() -> Iterator[str]:
-    """Counted alone, and together."""
-    for T, experts in ((90, 5), (3000, 5), (1500, 600)):
-        ids = torch.randint(-1, experts + 1, (T, K), device=GPU, generator=torch.Generator(GPU).manual_seed(T))
-        sort_routes(ids, experts, 16)
-        sort_routes(ids, experts, 192, 64)
-        yield f"sort, T={T}, E={experts}"
-
-
 def route() -> Iterator[str]:
+    """And the sort, in which programs count all ids, or each its own chunk."""
     for spec in (
         RouterSpec(E=60, K=4, renorm="sum", logits="bf16", out="bf16"),
         RouterSpec(E=160, K=6, groups=8, top_groups=3, group_score="max", scale=16.0, logits="f32"),
@@ -112,9 +104,14 @@ def route() -> Iterator[str]:
         if triton_route.backward_supports(spec, facts(GPU)):
             triton_route.backward(spec, torch.ones_like(w), logits, ids)
         yield f"route, {spec}"
+    for T, experts in ((90, 5), (3000, 5), (1500, 600)):
+        ids = torch.randint(-1, experts + 1, (T, K), device=GPU, generator=torch.Generator(GPU).manual_seed(T))
+        sort_routes(ids, experts, 16)
+        sort_routes(ids, experts, 192, 64)
+        yield f"sort, T={T}, E={experts}"
 
 
-FAMILIES = {f.__name__: f for f in (decode, grouped, hopper, training, sort, route)}
+FAMILIES = {f.__name__: f for f in (decode, grouped, hopper, training, route)}
 
 
 def main() -> None:

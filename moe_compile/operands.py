@@ -79,12 +79,15 @@ class ExpertWeights:
         post_scale: torch.Tensor | None = None,
     ) -> ExpertWeights:
         """Of the operator's arguments; where listed, a tensor an expert, those of gate before those of up."""
-        if spec.tensors == "stacked":
-            last = down_bias[0] if down_bias else None
-            return cls(
-                gate_up=tuple(gate_up), down=down[0], gate_up_bias=tuple(gate_up_bias), down_bias=last,
-                post_scale=post_scale,
+        if (
+            spec.tensors == "stacked"
+        ):  # a step of every call: a frozen dataclass sets field by field, three times as long
+            weights = cls.__new__(cls)
+            weights.__dict__.update(
+                gate_up=tuple(gate_up), down=down[0], gate_up_bias=tuple(gate_up_bias),
+                down_bias=down_bias[0] if down_bias else None, post_scale=post_scale,
             )  # fmt: skip
+            return weights
 
         def lists(tensors: Sequence[torch.Tensor]) -> tuple[Listed, ...]:
             return tuple(Listed(tuple(tensors[i : i + spec.E])) for i in range(0, len(tensors), spec.E))

@@ -186,27 +186,30 @@ class Tape:
 
         self.launches = [(run, itemgetter(*(index(*a) for a in arguments))) for run, arguments in parts]
         sizes = [t.numel() * t.element_size() for t in buffers]
-        self.offsets, size = placed(sizes, uses[first + len(outs) :])
-        self.bytes = (size,)
+        self.offsets, self.bytes = placed(sizes, uses[first + len(outs) :])
 
     def __call__(self, addresses: list[int]) -> Any:
         """The outputs. `addresses` is the caller's no more."""
         outs = [self.empty(*each) for each in self.outs]
-        scratch = self.empty(self.bytes, (1,), torch.uint8)
-        start = scratch.data_ptr()
-        values: list[Any] = addresses
-        values += [t.data_ptr() for t in outs]
-        values += [start + offset for offset in self.offsets]
-        values += [values[at] + offset for at, offset in self.within]
-        for at, maps in self.maps:
-            values.append(maps(values[at]))
-        values.append(stream := torch._C._cuda_getCurrentRawStream(self.index))
-        if self.words is not None:
-            words = self.words(stream)
-            values.append(words.data_ptr())
-        values += self.constants
-        for run, pick in self.launches:
-            run(*pick(values))
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
+        # not a tensor, which would be made and freed as well
+        start = torch._C._cuda_cudaCachingAllocator_raw_alloc(self.bytes, stream)
+        try:
+            values: list[Any] = addresses
+            values += [t.data_ptr() for t in outs]
+            values += [start + offset for offset in self.offsets]
+            values += [values[at] + offset for at, offset in self.within]
+            for at, maps in self.maps:
+                values.append(maps(values[at]))
+            values.append(stream)
+            if self.words is not None:
+                words = self.words(stream)
+                values.append(words.data_ptr())
+            values += self.constants
+            for run, pick in self.launches:
+                run(*pick(values))
+        finally:
+            torch._C._cuda_cudaCachingAllocator_raw_delete(start)
         return outs[0] if self.alone else outs
 
 

@@ -29,8 +29,20 @@ STREAM = 7
 
 
 @pytest.fixture(autouse=True)
-def _stream(monkeypatch):
+def _device(monkeypatch):
+    """CUDA's current stream and its allocator, whose memory is given back."""
+    held: dict[int, torch.Tensor] = {}
+
+    def take(size: int, stream: int) -> int:
+        memory = torch.empty(size, dtype=torch.uint8)
+        held[memory.data_ptr()] = memory
+        return memory.data_ptr()
+
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_alloc", take, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_cudaCachingAllocator_raw_delete", held.pop, raising=False)
+    yield
+    assert not held
 
 
 def at(address: int, n: int) -> numpy.ndarray:
@@ -42,9 +54,12 @@ class Adding(Bound):
 
     def __init__(self) -> None:
         super().__init__(None, ("constant",), torch.device("cpu"))
+        self.fails = False
 
     def run(self, x: int, y: int, z: int, stream: int, function: Any, metadata: Any, *rest: Any) -> None:
         assert (x, y, z, stream, function, metadata) == (3, 1, 1, STREAM, "function", "metadata")
+        if self.fails:
+            raise RuntimeError("out of resources")
         *hooks, a, b, out, number, n, constant, pdl = rest
         assert (hooks, number, constant, pdl) == ([None] * 3, 5, "constant", False)
         at(out, n)[:] = at(a, n) + at(b, n)
@@ -224,6 +239,14 @@ def test_zeroed_words_are_those_of_the_calls_stream(monkeypatch):
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream)
         run(x, ids, w, p)
     assert given == [made[s].data_ptr() for s in (STREAM, 8, STREAM)]
+
+
+def test_a_launch_that_fails_keeps_no_memory():
+    run = tape.recorded(program := Program())
+    run(*inputs())
+    program.kernel.fails = True
+    with pytest.raises(RuntimeError, match="out of resources"):
+        run(*inputs())
 
 
 def test_threads_replay_side_by_side():

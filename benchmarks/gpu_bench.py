@@ -6,9 +6,9 @@ the GPU to itself, draws its weights again and times its cells. What other libra
 shared is forgotten, and tuned again (with fewer repeats of a tactic where a call is long). A process whose time is up
 is ended; what it has timed is kept: h200.json is written anew after each process's turn, and --into goes on with one.
 How the record stands is printed last.
-providers.json has the cells' providers, and the memory of those that copy weights, of a layer drawn afresh, after
-kernels are compiled: `kept` is what stays allocated after its first call, `peak` the most that the call had beyond what
-was there and its result, `declared` what was said before.
+providers.json has the cells' providers, and with --memory that of those that copy weights, of a layer drawn afresh,
+after kernels are compiled: `kept` is what stays allocated after its first call, `peak` the most that the call had
+beyond what was there and its result, `declared` what was said before.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             # FlashInfer's CUTLASS is compiled, and would only tune; what others compile serves every T, or few
             took = of.compile(T, without=("flashinfer_cutlass",) if T == tokens[0] else THEIRS)
             say(geometry, T, "compiled:", ", ".join(f"{name} {s:.1f} s" for name, s in took.items() if s > 0.2))
-            of.forget()  # other processes need the memory
+            if geometry != BIG:
+                of.forget()  # other processes need the memory
+        of.forget()
         settle()
         (folder / "ready").touch()
         while not (folder / "turn").exists():
@@ -80,7 +82,7 @@ def work(geometry: str, tokens: list[int], folder: Path, arguments: argparse.Nam
             cells.append(of.cell(T))
             say(cells[-1])
             write(folder / "cells.json", contest.as_json(contest.record(cells, device)))
-    if folder.name.endswith("_0"):
+    if arguments.memory and folder.name.endswith("_0"):
         write(folder / "memory.json", json.dumps(memory(of, tokens[0])))
     (folder / "done").touch()
 
@@ -223,6 +225,7 @@ def main() -> None:
     parser.add_argument("--prepare", type=float, default=5e3, help="begin no compilation after so many seconds")
     parser.add_argument("--rounds", type=int, default=9, help="interleaved rounds")
     parser.add_argument("--only", default="", metavar="NAMES", help="columns that start with one of these")
+    parser.add_argument("--memory", action="store_true", help="measure what providers keep and need")
     parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
     parser.add_argument("--name", default="h200.json", help="of the record, under $OUT")
     parser.add_argument(

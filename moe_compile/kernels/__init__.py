@@ -12,8 +12,8 @@ listed.py    experts in tensors of their own: tables of their addresses
 decode.py    the same block in two launches without sorting, for few tokens
 kept.py      training's first linear, which keeps what it made; backward.py the gradients at the activation and of the
              tokens, outer.py sums over each expert's routes: gradients of weights and biases
-hopper_act.py, hopper_outer.py  those of training for Hopper, from rows in sorted order (spread.py), and what their spare
-             warps copy and sum meanwhile (beside.py)
+hopper_act.py, hopper_outer.py  those for Hopper, from rows in sorted order (spread.py); beside.py what warps that are
+             left copy and sum meanwhile
 
 Importing a module of this folder imports triton; providers do so only when they build a launcher.
 """

@@ -4,9 +4,9 @@ In, out, arguments and invariants: as grouped.fc1 and fc2, whose torch twins are
 schedule. A program stays on its processor and claims tile after tile. One partition of its warps fetches, as far ahead
 as its buffers reach: weights and sorted rows by tensor descriptors, or x's rows gathered by their routes; so the next
 tile's first operands arrive while this one's results are stored. Two or three others multiply 64 rows of the tile each
-(hopper_parts.py), and rest where it has fewer. What limits a large load is what L2 delivers: a tile of 192 rows reads
-an expert's weights once where tiles of 128 read them twice; but its products are 128 wide, not 256, and its buffers
-three, not four.
+(hopper_parts.py), and rest where it has fewer; two warps that are left do other work for training (beside.py). What
+limits a large load is what L2 delivers: a tile of 192 rows reads an expert's weights once where tiles of 128 read them
+twice; but its products are 128 wide, not 256, and its buffers three, not four.
 
 `permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time; the copy moves 4 H
 bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: qwen3_30b 707 us

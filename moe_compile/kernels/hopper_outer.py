@@ -3,10 +3,10 @@ multiply (Gluon).
 
 In: a [R, M] and b [R, N] by position of the sorted routes, and Schedule.ends. Out: out[e] = sum_p a[p]^T b[p] over e's
 positions, cast once; zero for an expert without routes. The torch twin is outer.outer_reference.
-A program stays on its processor and takes tiles in turn; one partition fetches as far ahead as its buffers reach, the
-other multiplies. Both operands come by tensor descriptors that end where the expert's rows do (`ragged`): a
-step past them adds zeros, whatever the next rows hold. A tile is passed through shared memory and stored by the copy
-engine, while the next tile's products run.
+A program stays on its processor and takes tiles in turn; one partition fetches as far ahead as its buffers reach, two
+multiply, half of a tile's rows each, and what warps are left may do other work beside (beside.py). Both operands come
+by tensor descriptors that end where the expert's rows do (`ragged`): a step past them adds zeros, whatever the next
+rows hold. A tile is passed through shared memory and stored by the copy engine, while the next tile's products run.
 Invariant: one program makes an element, over positions in order: bitwise repeatable.
 """
 

@@ -71,6 +71,22 @@ def test_gradients_are_as_exact_as_torchs(case, T, train, keep):
         assert off(a, d) <= (1.1 if a.numel() > 1000 else 1.5) * off(c, d) + 1e-4, (off(a, d), off(c, d))
 
 
+@pytest.mark.parametrize("train", ["grouped", "auto"])
+def test_powers_of_two_of_a_tokens_gradient_pass_through_to_the_bit(train):
+    spec, T = spec_of(H=1024, I=384), 700
+    x, ids, w, p = draw(spec, T)
+    tiles = triton_backward.tiles_of(spec, T, facts(GPU), train)
+    _, kept, order = triton_backward.forward(spec, x, ids, w, p, tiles)
+    dout = torch.randn_like(x)
+    sizes = 2.0 ** torch.randint(-60, 60, (T, 1), device=GPU)  # far beyond fp16's
+    needs = [True, True, *(False for _ in p.tensors())]
+    one, other = (
+        triton_backward.backward(spec, d, x, ids, w, p, kept, needs, tiles, order)
+        for d in (dout, dout * sizes.to(x.dtype))
+    )
+    assert all(torch.equal(b, a * sizes.to(a.dtype)) for a, b in zip(one, other, strict=True))
+
+
 @pytest.mark.parametrize(("T", "train"), [(90, "grouped"), (300, "auto")])
 def test_dropped_routes_and_idle_experts(T, train):
     spec = spec_of(bias="both", x="f16")

@@ -125,13 +125,15 @@ def _meet(
 ):  # fmt: skip
     """Counts the program's chunk, counters[chunk, e] routes that go to e, and comes back when all chunks are counted.
 
-    Chunk c is bit c % 32 of word c // 32, which thread c // 32 looks at. Thread i < 4 of the last program to come back
-    gets chunks - 1, which it then knows of words i and 4 + i: no one looks at them any more.
+    Chunk c is bit c % 32 of word c // 32, which thread c // 32 sets and looks at. Thread i < 4 of the last program to
+    come back gets chunks - 1, and so knows that no one sets or looks at words i and 4 + i any more: every program's
+    thread i is done with word i before it adds 1 to word 4 + i.
     """
     mine, chunks, i = tl.program_id(0), tl.num_programs(0), tl.arange(0, SUB)
     bits = tl.minimum(tl.maximum(chunks - 32 * i, 0), 32)
     all_bits = tl.where(bits == 32, -1, (1 << (bits % 32)) - 1)
     chunk, looks, counts, missing = mine, 0, True, True
+    seen = 0 * i
     while missing:
         if counts:
             count, origin = tl.zeros((BINS,), tl.int32), chunk * length
@@ -140,8 +142,10 @@ def _meet(
                 count += _counts(_bins(ids_ptr + origin, start + i, n, E), E, BINS)
             tl.store(counters_ptr + chunk * BINS + tl.arange(0, BINS), count.to(counters_ptr.dtype.element_ty))
             tl.debug_barrier()  # every thread has stored its part
-            tl.atomic_or(words_ptr + chunk // 32, 1 << (chunk % 32), sem="release")
-        seen = tl.atomic_or(words_ptr + i, 0 * i, mask=i < 4, sem="acquire")
+            bit = tl.where(i == chunk // 32, 1 << (chunk % 32), 0)
+            seen = tl.atomic_or(words_ptr + i, bit, mask=i < 4, sem="acq_rel") | bit
+        else:
+            seen = tl.atomic_or(words_ptr + i, 0 * i, mask=i < 4, sem="acquire")
         lacks = tl.where(i < 4, all_bits & ~seen, 0)
         missing = tl.max((lacks != 0).to(tl.int32), axis=0) > 0
         looks += 1

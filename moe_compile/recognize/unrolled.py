@@ -114,8 +114,8 @@ def match_unrolled(walk: Walk, value: Val) -> Match:
     (how,) = held
     if how == "stacked" and len(set(map(_tensors, experts))) != 1:
         raise Unproved("the experts of the loop are slices of different tensors")
-    if how == "stacked" and {sizes_of(x.down)[0] for x in experts} != {E}:
-        raise Unproved("an expert is missing from the loop", f"{E} of {sizes_of(experts[0].down)[0]}")
+    if how == "stacked" and (several := [sizes_of(t)[0] for t in _read(first) if sizes_of(t)[0] != E]):
+        raise Unproved("an expert is missing from the loop", f"{E} of {several[0]}")
     return replace(assemble(place, value.dtype, parts[0], experts, E, how), identities=ids - E)
 
 
@@ -158,10 +158,15 @@ def _chooser(e: int, held: set[str]) -> Choose:
     return choose
 
 
+def _read(x: Expert) -> list[Term]:
+    """The weights and biases that an expert reads."""
+    every = (x.down, x.down_bias, *(t for s in x.streams for t in (s.weight, s.bias)))
+    return [t for t in every if t is not None]
+
+
 def _tensors(x: Expert) -> tuple[object, ...]:
     """The tensors that an expert's weights and biases are read from."""
-    leaves = (x.down, x.down_bias, *(t for s in x.streams for t in (s.weight, s.bias)))
-    return tuple(None if t is None else t.attr for t in leaves)
+    return tuple(t.attr for t in _read(x))
 
 
 def _signature(x: Expert) -> tuple[object, ...]:

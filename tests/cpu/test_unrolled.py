@@ -295,6 +295,21 @@ def a_slice_of_another_expert(x, router, gate_up, down, scale, bias):
     return out
 
 
+def more_first_linears() -> list[Tensor]:
+    x, router, gate_up, *rest = stacked()
+    return [x, router, torch.cat([gate_up, gate_up[:1]]), *rest]
+
+
+@miss(more_first_linears, "an expert is missing from the loop")
+def an_expert_whose_first_linear_alone_is_left_out(x, router, gate_up, down, scale, bias):
+    w, ids = route(x, router)
+    out = torch.zeros_like(x)
+    for e in range(E):
+        g, u = F.linear(x, gate_up[e]).chunk(2, dim=-1)
+        out = out + F.linear(F.silu(g) * u, down[e]) * (w * (ids == e)).sum(-1, keepdim=True)
+    return out
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 

@@ -16,8 +16,6 @@ import torch
 import torch.fx
 import torch.nn.functional as F
 
-_MISSING = object()
-
 
 @dataclass(frozen=True)
 class Call:
@@ -205,6 +203,9 @@ def _spellings() -> tuple[dict[Any, _Spelling], dict[str, _Spelling]]:
     functions[operator.setitem] = methods["__setitem__"] = _Spelling("setitem", ("input", "index", "value"), (), True)
     functions[torch._grouped_mm] = _Spelling("grouped_mm", ("input", "weight", "offs", "bias", "out_dtype"))
     functions[torch.ops.aten.slice] = _Spelling("slice", ("input", "dim", "start", "end", "step"))
+    functions[getattr] = _Spelling("getattr", ("input", "name"))  # w.T, w.mT; operators from torch 2.15 on
+    for name, packet in (("T", torch.ops.aten.numpy_T), ("mT", torch.ops.aten.mT)):
+        functions[packet] = _Spelling("getattr", ("input",), (("name", name),))
     functions[torch.ops.aten.sym_size] = _Spelling("size", ("input", "dim"))
     functions[torch.ops.aten.copy_] = functions[torch.Tensor.copy_] = _Spelling("copy", ("input", "src"), inplace=True)
     methods["copy_"] = functions[torch.Tensor.copy_]

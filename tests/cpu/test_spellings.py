@@ -14,6 +14,7 @@ from blocks import GroupedBlock, grouped
 from spelled import E, H, K, T, Table, Tensor, assert_equal_outcomes, route, spread, stacked
 
 from moe_compile.recognize import recognize
+from moe_compile.spec import Layout
 
 TABLE = Table()
 spelling, miss = TABLE.spelling, TABLE.miss
@@ -86,6 +87,14 @@ def dense(x: Tensor, gate_up: Tensor, down: Tensor, after: Callable[..., Tensor]
 def dense_weighted_at_the_output(x, router, gate_up, down, scale, bias):
     y = dense(x.repeat(E, 1).view(E, -1, H), gate_up, down)
     return (y * spread(x, router).transpose(0, 1).reshape(E, -1, 1)).sum(0)
+
+
+@spelling(stacked, gate_up=Layout(storage="EGH", halves="gate_up"), down="EHI")
+def rows_of_weights_turned_by_an_attribute(x, router, gate_up, down, scale, bias):
+    """Read where they are, in the model's own order."""
+    g, u = torch.bmm(x.repeat(E, 1).view(E, -1, H), gate_up.mT).chunk(2, dim=-1)
+    y = torch.bmm(F.silu(g) * u, down.mT)
+    return (y * spread(x, router).T.reshape(E, -1, 1)).sum(0)
 
 
 @spelling(stacked, weight="output", bias="down")

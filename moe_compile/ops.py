@@ -17,14 +17,13 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from . import reference
 from .hardware import facts
 from .operands import ExpertWeights, checker
 from .providers import Candidate, Launcher, Plan, bypassing, launcher, triton_backward, triton_route
 from .providers.aten_backward import backward as _aten_backward
+from .providers.aten_route import backward as _aten_route_backward
 from .providers.trainer import Trainer
 from .spec import ExpertsSpec, RouterSpec, torch_dtype
 
@@ -143,51 +142,71 @@ def _experts_training_fake(hidden: Tensor, ids: Tensor, *operands: Any) -> tuple
 def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
     """`experts` under autograd: experts_training where a gradient is wanted."""
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
-        out: Tensor = torch.ops.moe_compile.experts_training.default(*operands)[0]
-        return out
+        return _training_by_grad(keys, *operands)[0]
+    found: Tensor = _below_autograd(keys, _experts, torch.ops.moe_compile.experts.default, operands)
+    return found
+
+
+def _training_by_grad(keys: Any, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`experts_training` under autograd."""
+    hidden, ids, weights, *lists, post_scale, spec, plan = operands
+    lengths = list(map(len, lists))
+    found: tuple[Tensor, Tensor, Tensor] = _Training.apply(  # type: ignore[no-untyped-call]
+        keys, spec, plan, lengths, hidden, ids, weights, post_scale, *(t for several in lists for t in several)
+    )
+    return found
+
+
+def _below_autograd(keys: Any, function: Any, op: Any, operands: tuple[Any, ...]) -> Any:
+    """`op`, whose kernel for any device is `function`."""
     if keys.raw_repr() & _BELOW in _PLAIN:  # tensors of a device, no mode: a second pass through the dispatcher is 5 us
-        return _experts(*operands)
+        return function(*operands)
     with torch._C._AutoDispatchBelowAutograd():
-        below = keys & torch._C._after_autograd_keyset
-        plain: Tensor = torch.ops.moe_compile.experts.default.redispatch(below, *operands)
-        return plain
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
 
 
-def _experts_save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    *single, post_scale, ctx.spec, ctx.plan = inputs
-    hidden, ids, weights, *lists = single
-    ctx.lengths = list(map(len, lists))
-    call = _call(ctx.spec, ctx.plan, hidden.device)
-    operands = (*lists, post_scale)
-    kept = output[1:] if call.trains(ExpertWeights.of(call.spec, *operands)) else (None, None)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, ids, weights, post_scale, *kept, *(t for several in lists for t in several))
+class _Training(torch.autograd.Function):
+    """`experts_training` and its gradients, of tensors one by one. (What torch.library makes of functions takes lists
+    apart and together at each call: a step costs the host 193 us, 101 so; torch 2.13, kernels and launches apart.)"""
 
+    @staticmethod
+    def forward(ctx: Any, keys: Any, spec: str, plan: str, lengths: list[int], *tensors: Any) -> Any:
+        hidden, ids, weights, post_scale, *rest = tensors
+        operands: tuple[Any, ...] = (hidden, ids, weights, *_split(rest, lengths), post_scale, spec, plan)
+        op = torch.ops.moe_compile.experts_training.default
+        out, kept, order = _below_autograd(keys, _experts_training, op, operands)
+        call = _call(spec, plan, hidden.device)
+        trains = call.trains(ExpertWeights.of(call.spec, *operands[3:-2]))
+        ctx.spec, ctx.plan, ctx.lengths = spec, plan, lengths
+        ctx.mark_non_differentiable(kept, order)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, ids, weights, post_scale, *((kept, order) if trains else (None, None)), *rest)
+        return out, kept, order
 
-def _experts_grads(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
-    hidden, ids, weights, post_scale, kept, order, *rest = ctx.saved_tensors
-    lists = _split(rest, ctx.lengths)
-    if grad is None:
-        return None, None, None, *([None] * n for n in ctx.lengths), None, None, None
-    of_hidden, _, of_weights, *of_lists, of_scale, _, _ = ctx.needs_input_grad
-    needs = [of_hidden, of_weights, *(n for several in of_lists for n in several)]
-    needs += [] if post_scale is None else [of_scale]
-    operands, namespace = (hidden, ids, weights, *lists, post_scale, ctx.spec), torch.ops.moe_compile
-    if kept is None:
-        found = namespace.experts_backward(grad, *operands, needs)
-    else:
-        down = triton_backward.of_down(*_packed(operands[3:]))
-        here = [n and d for n, d in zip(needs, down, strict=True)]
-        dgate_up, *first = namespace.experts_backward_down(grad, *operands, ctx.plan, kept, order, here)
-        del kept  # and autograd's hold of it, unless the graph is retained
-        ctx.maybe_clear_saved_tensors()
-        here = [n and not d for n, d in zip(needs, down)]
-        second = namespace.experts_backward_gate_up(dgate_up, *operands, ctx.plan, order, here)
-        found = triton_backward.merged(first, second, needs, down)
-    grads = iter(found)
-    d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
-    d_scale = None if post_scale is None else each.pop()
-    return d_hidden, None, d_weights, *_split(each, ctx.lengths), d_scale, None, None
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * len(ctx.needs_input_grad)
+        hidden, ids, weights, post_scale, kept, order, *rest = ctx.saved_tensors
+        of_hidden, _, of_weights, of_scale, *of_rest = ctx.needs_input_grad[4:]
+        needs = [of_hidden, of_weights, *of_rest, *([] if post_scale is None else [of_scale])]
+        operands = (hidden, ids, weights, *_split(rest, ctx.lengths), post_scale, ctx.spec)
+        namespace = torch.ops.moe_compile
+        if kept is None:
+            found = namespace.experts_backward(grad, *operands, needs)
+        else:
+            down = triton_backward.of_down(*_packed(operands[3:]))
+            here = [n and d for n, d in zip(needs, down, strict=True)]
+            dgate_up, *first = namespace.experts_backward_down(grad, *operands, ctx.plan, kept, order, here)
+            del kept  # and autograd's hold of it, unless the graph is retained
+            ctx.maybe_clear_saved_tensors()
+            here = [n and not d for n, d in zip(needs, down)]
+            second = namespace.experts_backward_gate_up(dgate_up, *operands, ctx.plan, order, here)
+            found = triton_backward.merged(first, second, needs, down)
+        grads = iter(found)
+        d_hidden, d_weights, *each = (next(grads) if n else None for n in needs)
+        d_scale = None if post_scale is None else each.pop()
+        return *(None,) * 4, d_hidden, None, d_weights, d_scale, *each
 
 
 def _split(several: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
@@ -302,58 +321,12 @@ def _route_grads(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
 def _route_backward(
     grad: Tensor, logits: Tensor, ids: Tensor, expert_scale: Tensor | None, spec: str, needs: Sequence[bool]
 ) -> list[Tensor]:
-    """The gradients of [logits, expert_scale] that `needs` names, of d weights [T, K], the ids held fixed.
-
-    Computed in fp32 at least. With v = s[ids] and n the divisor (sum_k v and its epsilon): u = v / n gives
-    dv = (du - dn/dv sum_k du u) / n; the score has its own derivative.
-    """
+    """The gradients of [logits, expert_scale] that `needs` names, of d weights [T, K], the ids held fixed."""
     parsed = RouterSpec.parse(spec)
     with bypassing():
         if triton_route.backward_supports(parsed, facts(logits.device)):
             return [triton_route.backward(parsed, grad, logits, ids)] if needs[0] else []
-        acc = torch.promote_types(torch_dtype(parsed.score_dtype), torch.float32)
-        late = parsed.score.startswith("topk_")
-        x = logits.to(torch_dtype(parsed.score_dtype)).to(acc)
-        if late:
-            x = x.gather(1, ids)
-        kind = parsed.score.removeprefix("topk_")
-        s = x.softmax(-1) if kind == "softmax" else x.sigmoid() if kind == "sigmoid" else F.softplus(x).sqrt()
-        v = s if late else s.gather(1, ids)
-        kept = None
-        if parsed.values == "choice":
-            kept = reference.in_best_groups(parsed, reference.score(parsed, logits)).gather(1, ids)
-            v = v.where(kept, parsed.group_fill)
-        total = v.sum(-1, keepdim=True)
-        by_renorm: dict[str, tuple[Tensor, Any]] = {
-            "none": (torch.ones_like(total), 0.0),
-            "sum": (total, 1.0),
-            "sum_plus_eps": (total + parsed.eps, 1.0),
-            "sum_at_least_eps": (total.clamp(min=parsed.eps), (total >= parsed.eps).to(acc)),
-        }
-        n, moves = by_renorm[parsed.renorm]
-        u, du = v / n, grad.to(acc) * parsed.scale
-        out = []
-        if needs[1] and expert_scale is not None:
-            d_scale = torch.zeros(parsed.E, dtype=acc, device=ids.device)
-            out.append(d_scale.index_add_(0, ids.flatten(), (du * u).flatten()).to(expert_scale.dtype))
-        if not needs[0]:
-            return out
-        if expert_scale is not None:
-            du = du * expert_scale[ids]
-        d = (du - moves * (du * u).sum(-1, keepdim=True)) / n
-        if kept is not None:
-            d = d * kept
-        if not late:
-            d = torch.zeros_like(s).scatter_add_(1, ids, d)
-        if kind == "softmax":
-            d = s * (d - (d * s).sum(-1, keepdim=True))
-        elif kind == "sigmoid":
-            d = d * s * (1 - s)
-        else:
-            d = d * x.sigmoid() / (2 * s)
-        if late:
-            d = torch.zeros_like(logits, dtype=acc).scatter_add_(1, ids, d)
-        return [d.to(logits.dtype), *out]
+        return _aten_route_backward(parsed, grad, logits, ids, expert_scale, needs)
 
 
 def _route_backward_fake(
@@ -382,7 +355,7 @@ for _name, _impl, _fake in (
     _LIB.impl(_name, _impl, "CompositeExplicitAutograd")
     torch.library.register_fake(f"moe_compile::{_name}", _fake, lib=_LIB)
 _LIB.impl("experts", _experts_by_grad, "Autograd", with_keyset=True)
-for _name, _grads, _save in (("experts_training", _experts_grads, _experts_save), ("route", _route_grads, _route_save)):
-    torch.library.register_autograd(f"moe_compile::{_name}", _grads, setup_context=_save, lib=_LIB)
+_LIB.impl("experts_training", _training_by_grad, "Autograd", with_keyset=True)
+torch.library.register_autograd("moe_compile::route", _route_grads, setup_context=_route_save, lib=_LIB)
 for _name in ("experts_backward", "experts_backward_down", "experts_backward_gate_up", "route_backward"):
     torch.library.register_autograd(f"moe_compile::{_name}", _once(_name.split("_")[0]), lib=_LIB)

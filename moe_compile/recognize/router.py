@@ -78,7 +78,10 @@ class _Router:
         self.out = weights.dtype
         self.ids, skips = self._skips(ids.term)
         if self.ids.op != "leaf" or self.ids.attr.node not in walk.selections:
-            raise Unproved(no_top_k(walk.writes, block.ids), block.ids.name)
+            of = block.ids.args[0] if block.ids.target is operator.getitem else None
+            refused = walk.complaints.get(of) if isinstance(of, torch.fx.Node) else None  # a top-k of another kind
+            reason = no_top_k(walk.writes, block.ids) if refused is None else refused.reason
+            raise Unproved(reason, block.ids.name)
         self.choice = Selection(walk, self.ids.attr.node)
         if self.choice.E < block.spec.E:
             raise Unproved("the top-k is not over all experts", f"{self.choice.E} of {block.spec.E}")

@@ -233,3 +233,4 @@ def test_keeps_its_nodes(route: Callable[..., Any]) -> None:
     region = routed(Routed(route, E + 1 if route is skips_that_weigh else E))
     assert MoESpec.parse(region.spec).router is None
     assert region.router_why
+    assert (route is the_smallest) == region.router_why.startswith("a top-k of the smallest")

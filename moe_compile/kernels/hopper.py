@@ -30,11 +30,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .beside import NOTHING, Beside, Kind, beside_partition
 from .hopper_parts import fetch_partition, multiply_partition
+from .hopper_swapped import SIDE, UNIT, swapped_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sort import Schedule
 
 PART, DEPTH = 64, 64  # rows that four warps multiply; columns of x that a buffer holds
 ROWS = 2 * PART  # of the default tile
+PARTS = {128: PART, 160: UNIT.value, 192: PART}  # of rows that a tile has at most: rows of a part that may be missing
 # Where the gate and up rows of a tile are in memory: there is no gate; alternating; in two blocks of a tensor; in two
 # tensors.
 ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
@@ -42,15 +44,15 @@ ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Persistent:
-    """N columns of a tile (for fc1: of gate and of up each), PARTS multiplying partitions of 64 rows each, S buffers,
-    GROUP row tiles side by side before the next column tile; GATHER: fc1 reads x's rows by their routes, not sorted
-    ones; H is then a multiple of 64."""
+    """ROWS of a tile at most, N columns (for fc1: of gate and of up each), S buffers, GROUP row tiles side by side
+    before the next column tile; GATHER: fc1 reads x's rows by their routes, not sorted ones; H is then a multiple of
+    64. Up to 160 rows are the products' columns (hopper_swapped.py); N is then 256, with a gate 128."""
 
     N: int
     S: int = 0  # as many as fit
     GROUP: int = 8
     GATHER: int = 0
-    PARTS: int = 2
+    ROWS: int = 128
 
 
 @gluon.jit(do_not_specialize=["bound", "tokens"])
@@ -58,12 +60,12 @@ def _kernel(
     x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, stride_xt, source_ptr, ids_ptr,
     other_ptr, result_ptr, stride, bound, tokens,
     CHOICES: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
-    PARTS: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr,
+    PARTS: gl.constexpr, SWAP: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
     ACT: gl.constexpr, A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr,
-    REGISTERS: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr, H: gl.constexpr,
-    BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, PDL: gl.constexpr,
+    TURNED_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr,
+    H: gl.constexpr, BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK. BESIDE, or None,
     and what comes with it: beside.py."""
@@ -76,22 +78,45 @@ def _kernel(
     B_BYTES: gl.constexpr = WIDTH * BK * kind.primitive_bitwidth // 8
     COLUMNS: gl.constexpr = (OUT + N - 1) // N
     FETCHERS: gl.constexpr = 4 if GATHER else 1
+    MULTIPLIERS: gl.constexpr = 2 if SWAP else PARTS
     a_bufs = gl.allocate_shared_memory(kind, [S * PARTS, M, BK], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, B_SHAPE, B_LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(S):
         mbarrier.init(full.index(i), count=1 + (32 * FETCHERS if GATHER else 0))  # every copying thread arrives too
-        mbarrier.init(empty.index(i), count=PARTS)
+        mbarrier.init(empty.index(i), count=MULTIPLIERS)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     told_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(2):
         mbarrier.init(told_full.index(i), count=1)
-        mbarrier.init(told_empty.index(i), count=PARTS)
+        mbarrier.init(told_empty.index(i), count=MULTIPLIERS)
     tiles = gl.load(plan_ptr)
-    FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 56 if PARTS == 2 else 32
-    if BESIDE is not None:
+    FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 32 if MULTIPLIERS == 3 else 40 if SWAP else 56
+    if SWAP:
+        turned = gl.allocate_shared_memory(kind, [2, SIDE, SIDE], TURNED_LAYOUT)
+        gl.warp_specialize(
+            [
+                (swapped_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, turned, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (swapped_partition, (
+                    bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
+                    told, told_full, told_empty, turned, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
+                )),
+                (fetch_partition, (
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
+                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                )),
+            ],
+            [4, FETCHERS],
+            [REGISTERS, FETCH_REGISTERS],
+        )  # fmt: skip
+    elif BESIDE is not None:
         gl.warp_specialize(
             [
                 (multiply_partition, (
@@ -242,16 +267,19 @@ def _bound(
     depth, columns = (H, I) if first else (I, H)
     gather = first and bool(tile.GATHER)
     kind, box, shape = weights_box(halves if first else "up", tile.N, k_major)
-    rows = [PART, DEPTH]
+    part = PARTS[tile.ROWS]
+    rows = [part, DEPTH]
     w_layout, a_layout = _swizzled(box, dtype), _swizzled(rows, dtype)
     programs = processors(device)
-    three = tile.PARTS == 3
+    three, swap = tile.ROWS == 192, tile.ROWS == 160
     buffers = tile.S or (3 if three else 4)
+    assert not (swap and (keep or beside is not NOTHING)), (tile, keep)
+    registers = 160 if three else (232 if gather else 240) if swap else 216 if gather else 232
     constants = (
-        choices, depth, columns, PART, tile.N, DEPTH, tile.PARTS, buffers, tile.GROUP, gather, first,
+        choices, depth, columns, part, tile.N, DEPTH, tile.ROWS // part, swap, buffers, tile.GROUP, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
         bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
-        160 if three else 216 if gather else 232, *beside.constants,
+        _swizzled([SIDE.value, SIDE.value], dtype), registers, *beside.constants,
     )  # fmt: skip
     bound = Bound(_kernel, constants, device, warps=4, overlap=first, registers=128 if three else 168)
     return bound, tuple(box), tuple(rows), w_layout, a_layout, programs
@@ -288,7 +316,7 @@ def fc2(
     act_RI: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None, schedule: Schedule, *, k_major: bool,
     tile: Persistent, beside: Beside | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """y_RH as of grouped.fc2. beside: what else the launch does; PARTS is 2 then."""
+    """y_RH as of grouped.fc2. beside: what else the launch does, with tiles of 128 rows."""
     sizes = (down.shape[1 if k_major else 2], act_RI.shape[1])
     bound, box, rows, w_layout, a_layout, programs = _bound(
         tile, False, None, 1, sizes, "up", k_major, act_RI.dtype, act_RI.device,

@@ -93,6 +93,13 @@ def fetch_weights(w, v, e, n0, k0, full, buffer, HALVES: gl.constexpr, K_MAJOR: 
 
 
 @gluon.jit
+def part_of(s, i: gl.constexpr, S: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr):
+    """The number of the buffer of stage s's `i`th part of M rows: those of the first 128 rows come first."""
+    FIRST: gl.constexpr = 128 // M
+    return s * min(PARTS, FIRST) + i if i < FIRST else S * FIRST + s
+
+
+@gluon.jit
 def fetch_partition(
     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
     CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
@@ -114,11 +121,11 @@ def fetch_partition(
         _tell(number, following, told, told_full, told_empty)
         e, first, end, n0 = _tile(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
         parts = gl.minimum((end - first + M - 1) // M, PARTS)  # that have rows
+        tokens = ()
         if GATHER:
-            tokens = _tokens(plan_ptr, bound, first, end, M, CHOICES, layout)
-            tokens1 = _tokens(plan_ptr, bound, first + M, end, M, CHOICES, layout)
-            if PARTS == 3:
-                tokens2 = _tokens(plan_ptr, bound, first + 2 * M, end, M, CHOICES, layout)
+            for i in gl.static_range(PARTS):
+                mine = _tokens(plan_ptr, bound, first + i * M, end, M, CHOICES, layout)
+                tokens = tokens + (mine,)  # type: ignore[assignment]
         for k0 in range(0, K, BK):
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
@@ -129,16 +136,15 @@ def fetch_partition(
                     mbarrier.expect(full.index(s), B_BYTES + (i + 1) * A_BYTES, pred=parts == i + 1)
             fetch_weights(w, v, e, n0, k0, full.index(s), b_bufs.index(s), HALVES, K_MAJOR)
             if GATHER:
-                _copy_rows(a_bufs.index(s * PARTS), x_ptr, tokens, k0, stride_xt, BK, layout)
-                if parts > 1:
-                    _copy_rows(a_bufs.index(s * PARTS + 1), x_ptr, tokens1, k0, stride_xt, BK, layout)
-                if PARTS == 3:  # noqa: SIM102  (decided when it is compiled: else there is no tokens2)
-                    if parts > 2:
-                        _copy_rows(a_bufs.index(s * PARTS + 2), x_ptr, tokens2, k0, stride_xt, BK, layout)
+                for i in gl.static_range(PARTS):
+                    if i < parts:
+                        rows = a_bufs.index(part_of(s, i, S, M, PARTS))
+                        _copy_rows(rows, x_ptr, tokens[i], k0, stride_xt, BK, layout)
                 async_copy.mbarrier_arrive(full.index(s), increment_count=False)
             else:
                 for i in gl.static_range(PARTS):
-                    _fetch(a, [first + i * M, k0], full.index(s), a_bufs.index(s * PARTS + i), pred=i < parts)
+                    rows = a_bufs.index(part_of(s, i, S, M, PARTS))
+                    _fetch(a, [first + i * M, k0], full.index(s), rows, pred=i < parts)
             count += 1
         pid = following
 
@@ -160,7 +166,7 @@ def multiply(
             b = b_bufs.index(s).reshape([WIDTH, BK]).permute((1, 0))
         else:
             b = b_bufs.index(s).reshape([BK, WIDTH])
-        acc = warpgroup_mma(a_bufs.index(s * PARTS + PART), b, acc, is_async=True)
+        acc = warpgroup_mma(a_bufs.index(part_of(s, PART, S, a_bufs.type.shape[1], PARTS)), b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=k0 > 0)  # the product before is done
         count += 1

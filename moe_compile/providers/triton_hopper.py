@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..kernels.sort import Schedule
 
 KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
-VALID = {"M": (128, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
+VALID = {"M": (128, 160, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
          "G2": (1, 2, 4, 8, 16, 32, 64), "GATHER": (0, 1)}  # fmt: skip
 # Rows an expert. Below, tiles are mostly empty (H200, 2026-12-01: with 32 rows from 1 % faster than triton_grouped on
 # dsv3 to 4 % slower on gpt_oss_20b, with 64 1 to 5 % faster, with 128 5 to 11 %).
@@ -99,18 +99,18 @@ class TritonHopper(Provider):
 
         import torch
 
-        from ..kernels.hopper import PART, Persistent, fc1, fc2, permute
+        from ..kernels.hopper import PARTS, Persistent, fc1, fc2, permute
 
-        gather, parts = bool(k["GATHER"]), k["M"] // PART
-        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, PARTS=parts)
-        second = Persistent(N=k["N2"], GROUP=k["G2"], PARTS=parts)
+        gather = bool(k["GATHER"])
+        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, ROWS=k["M"])
+        second = Persistent(N=k["N2"], GROUP=k["G2"], ROWS=k["M"])
 
         def read(x_TH: torch.Tensor, schedule: Schedule) -> torch.Tensor:
             if x_TH.stride(1) != 1 or (gather and (x_TH.stride(0) % 16 or x_TH.data_ptr() % 16)):
                 x_TH = x_TH.clone(memory_format=torch.contiguous_format)
             return x_TH if gather else permute(x_TH, schedule, spec.K)
 
-        run = sorted_run(spec, fc1, fc2, (first, second), k["M"], PART, read)
+        run = sorted_run(spec, fc1, fc2, (first, second), k["M"], PARTS[k["M"]], read, fast=True)
         return launcher_of(run, self, spec, device)
 
     def version(self) -> str:
@@ -125,6 +125,8 @@ def _checked(tactic: Tactic, spec: ExpertsSpec) -> dict[str, int]:
             raise ValueError(f"triton_hopper: {name}={k[name]} is not one of {', '.join(map(str, valid))}")
     if spec.gated and k["N1"] == 256:
         raise ValueError("triton_hopper: N1=256 with a gate is 512 columns of accumulators; the most is N1=128")
+    if k["M"] == 160 and (k["N1"] != (128 if spec.gated else 256) or k["N2"] != 256):
+        raise ValueError(f"triton_hopper: M=160 is for 256 columns of weights, N1={k['N1']} N2={k['N2']} are others")
     if k["GATHER"] and spec.H % 64:
         raise ValueError(f"triton_hopper: GATHER=1 copies 64 columns at a time, which H={spec.H} is no multiple of")
     return k
@@ -137,4 +139,5 @@ def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
     """
     n1 = 128 if spec.gated else 256
     ways = (0,) if spec.H % 64 else (1, 0) if spec.I < 2560 else (0, 1)
-    return [dict(zip(KNOBS, (m, n1, 8, 256, 8, gather))) for m in (128, 192) for gather in ways]
+    offered = [(128, way) for way in ways] + [(160, 0)] + [(192, way) for way in ways]
+    return [dict(zip(KNOBS, (m, n1, 8, 256, 8, gather))) for m, gather in offered]

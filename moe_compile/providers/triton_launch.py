@@ -37,17 +37,18 @@ def launcher_of(run: Launcher, provider: Provider, spec: ExpertsSpec, device: to
 
 def sorted_run(
     spec: ExpertsSpec, fc1: Any, fc2: Any, tiles: tuple[Any, Any], rows: int, part: int = 0,
-    read: Callable[[torch.Tensor, Schedule], torch.Tensor] | None = None,
+    read: Callable[[torch.Tensor, Schedule], torch.Tensor] | None = None, fast: bool = False,
 ) -> Launcher:  # fmt: skip
     """Sort for tiles of `rows` (of `part`s), the two grouped linears by their tiles, weighted sum.
 
-    fc1, fc2: of kernels.grouped or kernels.hopper. read: what fc1 reads of x; None for x itself.
+    fc1, fc2: of kernels.grouped or kernels.hopper. read: what fc1 reads of x; None for x itself. fast: of
+    the activation (epilogue).
     """
     from ..kernels.epilogue import epilogue
     from ..kernels.finalize import finalize
     from ..kernels.sort import sort_routes
 
-    act, out_dtype, (first, second) = epilogue(spec.act.expr), torch_dtype(spec.out), tiles
+    act, out_dtype, (first, second) = epilogue(spec.act.expr, fast), torch_dtype(spec.out), tiles
     E, K, sizes = spec.E, spec.K, (spec.H, spec.I)
     halves, k_major, down_k_major = spec.gate_up.halves, spec.gate_up.storage == "EGH", spec.down == "EHI"
     gated, before, after = spec.gated, spec.weight == "input", spec.weight == "output"

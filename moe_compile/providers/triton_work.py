@@ -55,13 +55,13 @@ def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
 
 def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize."""
-    size, tall = ELEMENT_BYTES[spec.x], knobs["M"] == 192
+    size, tall, swap = ELEMENT_BYTES[spec.x], knobs["M"] == 192, knobs["M"] == 160
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"], K=64,
-            warps=knobs["M"] // 16, stages=3 if tall else 4, products=2 if tall else 1, part=64,
-            tma=i == 2 or not knobs["GATHER"], ahead=True, along="depth" if k_major else "columns", dtype=spec.x,
-            x_bytes=size, weight_bytes=size, out_bytes=size,
+            warps=12 if tall else 8, stages=3 if tall else 4, products=2 if tall else 1, part=32 if swap else 64,
+            swap=swap, tma=i == 2 or not knobs["GATHER"], ahead=True, along="depth" if k_major else "columns",
+            dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
         )
         for i, columns, depth, matrices, k_major in (
             (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH"),

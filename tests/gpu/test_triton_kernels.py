@@ -74,7 +74,7 @@ def exact(spec: ExpertsSpec, tokens: list[int], x, ids, weights, p: ExpertWeight
 def gathered_and_sorted(spec: ExpertsSpec) -> list[Tactic]:
     """Both ways of triton_hopper to read x's rows, where their width allows, with tiles of either height."""
     n1 = 128 if spec.gated else 256
-    ways = [(m, g) for m in (128, 192) for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
+    ways = [(m, g) for m in (128, 160, 192) for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
     return [Tactic.of(M=m, N1=n1, G1=8, N2=256, G2=8, GATHER=g) for m, g in ways]
 
 

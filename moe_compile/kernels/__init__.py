@@ -4,7 +4,7 @@ epilogue.py  an activation expression -> a device function
 sort.py      ids_TK -> routes in expert order and the tile schedule
 grouped.py   the two grouped linears over that order; product.py what their kernels share with training's
 hopper.py    those two for many rows an expert, with warps that fetch beside warps that multiply (Gluon): what those
-             do is in hopper_parts.py
+             do is in hopper_parts.py, and in hopper_swapped.py where the weights are the products' tall operand
 finalize.py  the weighted sum over each token's routes
 launch.py    how all of them are launched: overlapped (PDL) and at little host time
 tape.py      calls that are replayed by address (tensor_maps.py: by descriptor)

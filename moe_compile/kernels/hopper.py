@@ -6,7 +6,8 @@ as its buffers reach: weights and sorted rows by tensor descriptors, or x's rows
 tile's first operands arrive while this one's results are stored. Two or three others multiply 64 rows of the tile each
 (hopper_parts.py), and rest where it has fewer; two warps that are left do other work for training (beside.py). What
 limits a large load is what L2 delivers: a tile of 192 rows reads an expert's weights once where tiles of 128 read them
-twice; but its products are 128 wide, not 256, and its buffers three, not four.
+twice; but its products are 128 wide, not 256, and its buffers three, not four. A tile of at most 160 has its rows, in
+units of 32, as the products' columns; two multiplying partitions share out the weights' columns (hopper_swapped.py).
 
 `permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time; the copy moves 4 H
 bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: qwen3_30b 707 us

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_parts import _columns, _tile, _told, part_of
 
 UNIT, SIDE = gl.constexpr(32), gl.constexpr(64)  # rows of a buffer of x; weights' columns of a product
-TOGETHER = gl.constexpr(2)  # steps whose products are in flight together
 PIECES = gl.constexpr((64, 0, 64, 32, 128, 0, 128, 32))  # the columns of the two products, by a tile's height
 
 
@@ -83,20 +82,21 @@ def _add(w, x, acc):
 
 
 @gluon.jit
-def _steps(
-    one, two, one_b, two_b, count, x_bufs, b_bufs, full, empty, STEPS: gl.constexpr, A: gl.constexpr, B: gl.constexpr,
-    ONE: gl.constexpr, TWO: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr,
+def _multiply(
+    one, two, one_b, two_b, count, x_bufs, b_bufs, full, empty, A: gl.constexpr, B: gl.constexpr, ONE: gl.constexpr,
+    TWO: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, GATHER: gl.constexpr,
     K_MAJOR: gl.constexpr,
 ):  # fmt: skip
-    """The products of STEPS buffers: of weights' columns ONE.. and TWO.. with A rows and, if B, with B more.
+    """All products of a tile: of weights' columns ONE.. and TWO.. with A rows and, if B, with B more.
 
-    While those of one are made, the weights of the other are read. A wait names registers that are free after it; ptxas
-    keeps products in flight from step to step, but not from one pass of a loop to the next.
+    While those of one are made, the weights of the other are read, hence the wait names w1: its registers are in use
+    until then. No product is in flight from step to step; the tensor cores have the other partition's meanwhile.
     """
     S: gl.constexpr = full.type.shape[0]
-    for i in gl.static_range(STEPS):
-        s = (count + i) % S
-        mbarrier.wait(full.index(s), ((count + i) // S) & 1)
+    STEPS: gl.constexpr = (K + BK - 1) // BK
+    for _ in range(STEPS):
+        s = count % S
+        mbarrier.wait(full.index(s), (count // S) & 1)
         if GATHER:
             fence_async_shared()  # gathered rows came by ordinary stores
         xa = _rows(x_bufs, s, 0, A, PARTS)
@@ -105,44 +105,15 @@ def _steps(
         if B:
             xb = _rows(x_bufs, s, A, B, PARTS)
             one_b = _add(w1, xb, one_b)
-        if i == 0:
-            w2 = w1  # no step before this one has registers to wait for
-        else:
-            if B:
-                one, one_b, two, two_b, w2 = warpgroup_mma_wait(2, deps=(one, one_b, two, two_b, w2))
-            else:
-                one, two, w2 = warpgroup_mma_wait(1, deps=(one, two, w2))
-            mbarrier.arrive(empty.index((count + i - 1) % S), count=1)
         w2 = _weights(b_bufs.index(s), TWO, BK, K_MAJOR)
         two = _add(w2, xa, two)
         if B:
             two_b = _add(w2, xb, two_b)
-            one, one_b, two, two_b, w1 = warpgroup_mma_wait(2 * (i < STEPS - 1), deps=(one, one_b, two, two_b, w1))
+            one, one_b, two, two_b, w1 = warpgroup_mma_wait(0, deps=(one, one_b, two, two_b, w1))
         else:
-            one, two, w1 = warpgroup_mma_wait(1 * (i < STEPS - 1), deps=(one, two, w1))
-    mbarrier.arrive(empty.index((count + STEPS - 1) % S), count=1)
-    return one, two, one_b, two_b
-
-
-@gluon.jit
-def _multiply(
-    one, two, one_b, two_b, count, x_bufs, b_bufs, full, empty, A: gl.constexpr, B: gl.constexpr, ONE: gl.constexpr,
-    TWO: gl.constexpr, PARTS: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, GATHER: gl.constexpr,
-    K_MAJOR: gl.constexpr,
-):  # fmt: skip
-    """All products of a tile."""
-    STEPS: gl.constexpr = (K + BK - 1) // BK
-    for _ in range(STEPS // TOGETHER):
-        one, two, one_b, two_b = _steps(
-            one, two, one_b, two_b, count, x_bufs, b_bufs, full, empty, TOGETHER, A, B, ONE, TWO, PARTS, BK, GATHER,
-            K_MAJOR,
-        )  # fmt: skip
-        count += TOGETHER
-    if STEPS % TOGETHER:
-        one, two, one_b, two_b = _steps(
-            one, two, one_b, two_b, count, x_bufs, b_bufs, full, empty, STEPS % TOGETHER, A, B, ONE, TWO, PARTS, BK,
-            GATHER, K_MAJOR,
-        )  # fmt: skip
+            one, two, w1 = warpgroup_mma_wait(0, deps=(one, two, w1))
+        mbarrier.arrive(empty.index(s), count=1)
+        count += 1
     return one, two, one_b, two_b
 
 

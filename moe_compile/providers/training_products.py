@@ -19,7 +19,7 @@ from ..hardware import Device
 from ..operands import ExpertWeights
 from ..spec import ELEMENT_BYTES, ExpertsSpec
 from .triton_grouped import hopper, shared_limit
-from .triton_hopper import FEWEST_ROWS, TritonHopper, _ranked
+from .triton_hopper import FEWEST_ROWS, TritonHopper, gathers
 
 if TYPE_CHECKING:
     import torch
@@ -228,7 +228,7 @@ class HopperProducts(Products):
 
     def _x(self) -> tuple[torch.Tensor, int]:
         """(x for the first linear, whether it is gathered there): as triton_hopper has it."""
-        x, gather = self.x_TH, _ranked(self.spec)[0]["GATHER"]
+        x, gather = self.x_TH, gathers(self.spec)[0]
         if not gather:
             return self._rows(x).of, gather
         return (x.new_empty(x.shape).copy_(x) if x.stride(0) % 16 or x.data_ptr() % 16 else x), gather

@@ -1,6 +1,8 @@
 """Our grouped kernels for Hopper (kernels/hopper.py): for many rows an expert, where the tensor cores are the time.
 
 In: ExpertsSpec and a device. Out: launchers; sorting and the weighted sum are triton_grouped's.
+Tiles have 64-row parts, of which those without rows rest, or are as high as an expert's rows are many, in units of 32:
+the weights are then the tall operand of the products (M=160, kernels/hopper_swapped.py).
 Invariant: as of triton_grouped: weights in place, torch.empty only, no synchronization, safe in a CUDA graph. x is
 copied into sorted order where the tactic says so, and where its rows are not aligned for 16-byte loads.
 """
@@ -37,6 +39,10 @@ VALID = {"M": (128, 160, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 
 # Rows an expert. Below, tiles are mostly empty (H200, 2026-12-01: with 32 rows from 1 % faster than triton_grouped on
 # dsv3 to 4 % slower on gpt_oss_20b, with 64 1 to 5 % faster, with 128 5 to 11 %).
 FEWEST_ROWS = 48
+# Rows an expert up to which tiles of 160 are offered (H200, 2026-12-01: at 512 they are 0 to 3 % slower than the best
+# others, at 1024 3 to 6 %), and up to which they gather, by warps that have few registers (to 128 the fastest or within
+# 1 % of it, at 160 3 % slower, at 256 4 to 6 %).
+SWAPPED_ROWS, SWAPPED_GATHER_ROWS = 640, 144
 
 
 class TritonHopper(Provider):
@@ -78,9 +84,10 @@ class TritonHopper(Provider):
         return OK
 
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
-        if T * spec.K < FEWEST_ROWS * active_experts(spec, max(T, 1)):
+        rows = T * spec.K / active_experts(spec, max(T, 1))
+        if rows < FEWEST_ROWS:
             return []
-        return [(Tactic.of(**knobs), hopper_work(spec, knobs)) for knobs in _ranked(spec)]
+        return [(Tactic.of(**knobs), hopper_work(spec, knobs)) for knobs in _ranked(spec, rows)]
 
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
         return hopper_work(spec, _checked(tactic, spec))
@@ -132,12 +139,20 @@ def _checked(tactic: Tactic, spec: ExpertsSpec) -> dict[str, int]:
     return k
 
 
-def _ranked(spec: ExpertsSpec) -> list[dict[str, int]]:
-    """Knobs, best first: either height of tile, x's rows gathered or copied (which pays from an I between 2048 and 2880
-    up). Row tiles side by side: 8; 32 were at best as fast (H200, 2026-12-01: 0 to 4 % slower on qwen3_30b and
-    qwen3next, 1 to 6 % on gpt_oss_20b, 7 to 12 % on dsv3).
+def gathers(spec: ExpertsSpec) -> tuple[int, ...]:
+    """GATHER, the better first: copying x's rows pays from an I between 2048 and 2880 up."""
+    return (0,) if spec.H % 64 else (1, 0) if spec.I < 2560 else (0, 1)
+
+
+def _ranked(spec: ExpertsSpec, rows: float) -> list[dict[str, int]]:
+    """Knobs for so many rows an expert: each height of tile, x's rows gathered or copied. Row tiles side by side: 8; 32
+    were at best as fast (H200, 2026-12-01: 0 to 4 % slower on qwen3_30b and qwen3next, 1 to 6 % on gpt_oss_20b, 7 to
+    12 % on dsv3).
     """
-    n1 = 128 if spec.gated else 256
-    ways = (0,) if spec.H % 64 else (1, 0) if spec.I < 2560 else (0, 1)
-    offered = [(128, way) for way in ways] + [(160, 0)] + [(192, way) for way in ways]
+    n1, ways = 128 if spec.gated else 256, gathers(spec)
+    offered = [(m, way) for m in (128, 192) for way in ways]
+    if rows <= SWAPPED_ROWS:
+        offered.append((160, 0))
+    if rows <= SWAPPED_GATHER_ROWS and ways[0]:
+        offered.append((160, 1))
     return [dict(zip(KNOBS, (m, n1, 8, 256, 8, gather))) for m, gather in offered]

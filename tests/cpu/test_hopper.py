@@ -1,10 +1,13 @@
 """triton_hopper without its GPU: what it supports and offers, which knobs it refuses, and that its kernels compile."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 from absent import printed
 
+from moe_compile import cost
 from moe_compile.hardware import named
 from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_hopper import TritonHopper
@@ -15,6 +18,7 @@ from moe_compile.work import Tiled
 pytest.importorskip("triton")
 HOPPER = TritonHopper()
 QWEN = GEOMETRIES["qwen3_30b"]
+MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 
 
 def test_what_it_supports():
@@ -39,6 +43,32 @@ def test_tactics_are_for_many_rows_an_expert_and_build_takes_them():
         works = [work for _, work in HOPPER.tactics(spec, named("H200"), 8192)]
         assert {any(step.name == "permute" for step in work.steps) for work in works} == ways
         assert {step.M for work in works for step in work.steps if isinstance(step, Tiled)} == {128, 160, 192}
+
+
+def test_tiles_of_160_rows_are_for_some_rows_an_expert():
+    def offered(spec, T):
+        knobs = [dict(tactic.knobs) for tactic, _ in HOPPER.tactics(spec, named("H200"), T)]
+        return [k["GATHER"] for k in knobs if k["M"] == 160]
+
+    assert [offered(QWEN, T) for T in (1024, 2048, 4096, 16384)] == [[0, 1], [0, 1], [0], []]
+    assert offered(GEOMETRIES["gpt_oss_20b"], 1024) == [0]
+
+
+def test_prices_choose_the_height_of_tiles():
+    """In each cell measured the cheapest tactic takes little more than the fastest, and least so with 160 rows."""
+    cells = json.loads((MEASURED / "variants_h200.json").read_text())["swapped"]["cells"]
+    chosen = {}
+    for cell in (c for c in cells if c["kind"] == "whole"):
+        spec, T = GEOMETRIES[cell["geometry"]], cell["T"]
+        load = cost.Load.uniform(spec.E, spec.K)
+        offers = HOPPER.tactics(spec, named("H200"), T)
+        knobs = dict(min(offers, key=lambda o: cost.estimate(o[1], named("H200"), load, T).seconds)[0].knobs)
+        name = f"M={knobs['M']}" + (",GATHER=1" if knobs["GATHER"] else "")
+        chosen[cell["geometry"], T] = knobs["M"]
+        assert cell["us"][name] < (1.03 if knobs["M"] == 160 else 1.05) * min(cell["us"].values()), (cell, name)
+    for many in [("mixtral", 512), ("mixtral", 1024), ("qwen3_30b", 2048), ("gpt_oss_20b", 1024), ("dsv3", 4096)]:
+        assert chosen[many] == 160
+    assert chosen["qwen3_30b", 4096] == 128 and chosen["qwen3next", 8192] == 192
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,16 @@ def test_many_rows_of_poison_and_of_odd_strides(H):
         ids[ids == 2], ids[5] = spec.E, -1
 
 
+@needs_hopper
+@pytest.mark.parametrize("H", [256, 264])  # 264: rows that are never gathered
+def test_tiles_of_every_height(H):
+    spec, counts = spec_of(K=1, H=H, bias="both"), torch.tensor([0, 1, 33, 64, 65, 97, 129, 161])
+    x, ids, weights, p = draw(spec, int(counts.sum()))
+    ids.copy_(torch.repeat_interleave(torch.arange(spec.E), counts)[:, None])
+    ends = counts.cumsum(0)[1:] - 1
+    check(spec, len(x), (x, ids, weights, p), tokens=[0, *(ends - 1)[1:].tolist(), *ends[1:].tolist()])
+
+
 @pytest.mark.parametrize("T", [3, 70, 700, 4096])
 @pytest.mark.parametrize("name", ["qwen3_30b", "gpt_oss_20b"])
 def test_no_more_error_than_torch(name, T):

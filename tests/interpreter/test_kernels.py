@@ -78,7 +78,7 @@ def test_epilogue_is_cached_by_expression():
 @given(
     sizes=st.tuples(st.integers(1, 60), st.integers(1, 32), st.sampled_from([1, 2, 5, 31, 33, 128, 200, 1024])),
     ids=st.sampled_from(["any", "dropped", "one", "none"]),
-    rows=st.sampled_from([(16, 0), (64, 0), (48, 16), (192, 64)]),
+    rows=st.sampled_from([(16, 0), (64, 0), (48, 16), (160, 32), (192, 64)]),
     chunks=st.sampled_from([0, 1, 3, 128]),
     inverse=st.booleans(),
     narrow=st.booleans(),

@@ -30,7 +30,8 @@ WIDE = (torch.int32, torch.int64, torch.float32, torch.float64)  # they hold eve
 
 @rule("histc")
 def _histc(c: Context, call: Call) -> Result:
-    """Counts of integers in [0, bins): histc(ids.float(), bins=E, min=0, max=E - 1 or E)."""
+    """Counts of integers in [0, bins): histc(ids.float(), bins=E, min=0, max=E - 1). With max=E the last bin holds E
+    too, so that none may be an id."""
     v = val(c, call.get("input"))
     if len(v.dims) != 1:
         return None
@@ -40,6 +41,10 @@ def _histc(c: Context, call: Call) -> Result:
     source = v.term.args[0] if v.term.op == "cast" else v.term
     if v.dtype not in WIDE or source.dtype not in _INTEGERS:
         return None
+    bound = c.ranges.get(source.attr) if source.op == "leaf" else None
+    if high == bins and (bound is None or bound > bins):
+        known = "an unknown bound" if bound is None else bound
+        raise Unproved("a histogram whose last bin may hold ids beyond the experts", f"max={high}, ids below {known}")
     dims, index = new_axes((bins,))
     return Val(dims, c.terms.make("count", index=index, attr=key_of(c, v), dtype="int"), v.dtype)
 

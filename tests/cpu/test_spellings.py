@@ -152,7 +152,7 @@ def in_order(
 ) -> Any:
     """Rows in expert order; offsets(flat ids, sorted ids) says where each expert's rows end."""
     w, ids = route(x, router)
-    flat = ids.reshape(-1)
+    flat = other.get("changed", lambda ids: ids)(ids).reshape(-1)
     ordered, perm = torch.sort(flat, stable=True)
     ends, product = offsets(flat, ordered), other.get("product", grouped)
     rows = x[perm // K]
@@ -202,6 +202,13 @@ def ends_searched_in_sorted_ids(x, router, gate_up, down, scale, bias):
 def weighted_before_the_experts(x, router, gate_up, down, scale, bias):
     ends = lambda flat, ordered: torch.histc(flat.float(), bins=E, min=0, max=E).cumsum(0).to(torch.int32)
     return in_order(x, router, gate_up, down, ends, inside=True)
+
+
+@miss(stacked, "a histogram whose last bin may hold ids beyond the experts")
+def ids_beyond_the_experts_counted_with_the_last(x, router, gate_up, down, scale, bias):
+    """2 * 2 is no expert of four; the histogram's last bin, which is closed, has it."""
+    ends = lambda flat, ordered: torch.histc(flat.float(), bins=E, min=0, max=E).cumsum(0).to(torch.int32)
+    return in_order(x, router, gate_up, down, ends, inside=True, changed=lambda ids: ids * ids)
 
 
 OFFSETS = "offsets that are not proved to be the running count of the expert ids"

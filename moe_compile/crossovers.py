@@ -105,6 +105,8 @@ def path(spec: ExpertsSpec, device: Device, *, mode: str = "graph", most: int = 
             break
         now = cheapest(beaten[0])
         *_, T = T, *cost.changes(lambda t: seconds(now, t) < seconds(before, t), T, beaten[0])  # noqa: B023
+        if seconds(now, T) > WORTH * seconds(cheapest(T), T):  # where `before` ends a third is cheaper
+            T = beaten[0]
         sides = priced(before, T), priced(now, T)
         found.append(
             Crossover(

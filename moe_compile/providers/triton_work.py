@@ -54,18 +54,22 @@ def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
 
 
 def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
-    """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize."""
+    """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize.
+
+    Four warps gather. With tiles of 160 they have few registers and addresses bound them, so that these warps count;
+    with others it is as if all warps addressed.
+    """
     size, tall, swap = ELEMENT_BYTES[spec.x], knobs["M"] == 192, knobs["M"] == 160
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"], K=64,
-            warps=12 if tall else 8, stages=3 if tall else 4, products=2 if tall else 1, part=32 if swap else 64,
-            swap=swap, tma=i == 2 or not knobs["GATHER"], ahead=True, along="depth" if k_major else "columns",
+            warps=4 if swap and gathers else 12 if tall else 8, stages=3 if tall else 4, products=2 if tall else 1,
+            part=32 if swap else 64, swap=swap, tma=not gathers, ahead=True, along="depth" if k_major else "columns",
             dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
         )
-        for i, columns, depth, matrices, k_major in (
-            (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH"),
-            (2, spec.H, spec.I, 1, spec.down == "EHI"),
+        for i, columns, depth, matrices, k_major, gathers in (
+            (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH", bool(knobs["GATHER"])),
+            (2, spec.H, spec.I, 1, spec.down == "EHI", False),
         )
     )  # fmt: skip
     bins = max(32, 1 << (spec.E - 1).bit_length())

@@ -15,7 +15,7 @@ from moe_compile import calibrate, cost
 from moe_compile.activation import Activation
 from moe_compile.cli import main
 from moe_compile.cost import Load, estimate
-from moe_compile.crossovers import crossovers, path
+from moe_compile.crossovers import _offered, crossovers, path
 from moe_compile.hardware import DEVICES, named
 from moe_compile.providers import Candidate
 from moe_compile.providers.triton_grouped import FIRST, SECOND, _knobs
@@ -160,6 +160,20 @@ def test_the_fma_path_is_for_few_tokens_and_ends_where_experts_are_shared():
     assert [p.first for p in both.paths] == [ends[32].first, ends[512].first]
     assert "T = 1: triton_decode(" in str(both)
     assert both.as_dict()["paths"][0]["changes"][0]["T"] == firsts[0]
+
+
+def test_a_path_goes_on_where_a_third_candidate_is_the_cheapest_for_a_while(monkeypatch):
+    """Addresses that cost the tiles of 160 rows half of what they do: these and two others change hands often."""
+    offered = _offered(spec_of(E=32), H200)
+    works = {c: _addressed_by(w, 8) if "M=160" in str(c) and "GATHER=1" in str(c) else w for c, w in offered.items()}
+    assert works != offered
+    monkeypatch.setattr("moe_compile.crossovers._offered", lambda spec, device: works)
+    tokens = [change.T for change in path(spec_of(E=32), H200).changes]
+    assert tokens == sorted(set(tokens))
+
+
+def _addressed_by(work, warps):
+    return Work(steps=tuple(dataclasses.replace(s, warps=warps) if s.name == "fc1" else s for s in work.steps))
 
 
 def test_constants_are_found_again_from_prices_made_with_them():

@@ -229,7 +229,7 @@ def _permute_bound(choices: int, H: int, dtype: Any, device: torch.device) -> tu
     return Bound(_permute_kernel, (choices, H, rows, block), device, overlap=True), rows, block
 
 
-def _swizzled(shape: list[int], dtype: torch.dtype) -> Any:
+def swizzled(shape: list[int], dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
@@ -270,7 +270,7 @@ def _bound(
     kind, box, shape = weights_box(halves if first else "up", tile.N, k_major)
     part = PARTS[tile.ROWS]
     rows = [part, DEPTH]
-    w_layout, a_layout = _swizzled(box, dtype), _swizzled(rows, dtype)
+    w_layout, a_layout = swizzled(box, dtype), swizzled(rows, dtype)
     programs = processors(device)
     three, swap = tile.ROWS == 192, tile.ROWS == 160
     buffers = tile.S or (3 if three else 4)
@@ -280,7 +280,7 @@ def _bound(
         choices, depth, columns, part, tile.N, DEPTH, tile.ROWS // part, swap, buffers, tile.GROUP, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
         bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
-        _swizzled([SIDE.value, SIDE.value], dtype), registers, *beside.constants,
+        swizzled([SIDE.value, SIDE.value], dtype), registers, *beside.constants,
     )  # fmt: skip
     bound = Bound(_kernel, constants, device, warps=4, overlap=first, registers=128 if three else 168)
     return bound, tuple(box), tuple(rows), w_layout, a_layout, programs

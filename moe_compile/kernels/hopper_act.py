@@ -22,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import ALONE, ALTERNATING, BLOCKS, PART, _swizzled, processors
-from .hopper_parts import _columns, _fetch, _tile, _told, fetch_partition, multiply
+from .hopper import ALONE, ALTERNATING, BLOCKS, PART, processors, swizzled
+from .hopper_parts import claimed, fetch, fetch_partition, multiply, split_columns, tile_at
 from .kept import placed
 from .launch import Bound, ceil_div
 from .sort import Schedule
@@ -38,7 +38,7 @@ def _hand_over(dv, bufs, j, N: gl.constexpr):
     """Stores the N columns of dv to buffers j.. of PIECE columns."""
     PIECE: gl.constexpr = bufs.type.shape[2]
     if N > PIECE:
-        left, right = _columns(dv, N)
+        left, right = split_columns(dv, N)
         HALF: gl.constexpr = N // 2
         _hand_over(left, bufs, j, HALF)
         _hand_over(right, bufs, j + HALF // PIECE, HALF)
@@ -59,12 +59,12 @@ def _multiply_partition(
     STEPS: gl.constexpr = (H + BK - 1) // BK
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = _told(number, told, told_full, told_empty)
-    _, first, end, _ = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    pid = claimed(number, told, told_full, told_empty)
+    _, first, end, _ = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
     while pid < total:
         number += 1
-        pid = _told(number, told, told_full, told_empty)
-        _, first2, end2, _ = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        pid = claimed(number, told, told_full, told_empty)
+        _, first2, end2, _ = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
         if first + PART * M < end:
             acc, _ = multiply(
                 gl.zeros((M, N), gl.float32, mma), count, a_bufs, b_bufs, full, empty, PART, 2, BK, H, False, K_MAJOR
@@ -95,19 +95,19 @@ def _kept_partition(
     BYTES: gl.constexpr = M * PIECE * (4 if HALVES > 0 else 2)
     WIDTH: gl.constexpr = 2 if HALVES == 1 else 1
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = _told(number, told, told_full, told_empty)
+    pid = claimed(number, told, told_full, told_empty)
     while pid < total:
-        _, first, end, n0 = _tile(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+        _, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
         number += 1
-        pid = _told(number, told, told_full, told_empty)
+        pid = claimed(number, told, told_full, told_empty)
         for p in range(first, gl.minimum(end, first + 2 * M), M):
             for c in range(n0, n0 + N, PIECE):
                 q = count % P
                 mbarrier.wait(empty.index(q), ((count // P) & 1) ^ 1)
                 mbarrier.expect(full.index(q), BYTES)
-                _fetch(one, [p, WIDTH * c], full.index(q), one_bufs.index(q))
+                fetch(one, [p, WIDTH * c], full.index(q), one_bufs.index(q))
                 if HALVES > 1:
-                    _fetch(two, [p, c], full.index(q), two_bufs.index(q))
+                    fetch(two, [p, c], full.index(q), two_bufs.index(q))
                 count += 1
 
 
@@ -150,12 +150,12 @@ def _arithmetic_partition(
     rows: gl.constexpr = gl.SliceLayout(1, layout)
     G: gl.constexpr = 2 * I if HALVES > 0 else I
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = _told(number, told, told_full, told_empty)
+    pid = claimed(number, told, told_full, told_empty)
     while pid < total:
-        _, first, end, n0 = _tile(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+        _, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
         parts = parts_ptr + (n0 // N).to(gl.int64) * R
         number += 1
-        pid = _told(number, told, told_full, told_empty)
+        pid = claimed(number, told, told_full, told_empty)
         for i in range(2):
             p = first + i * M + gl.arange(0, M, rows)
             route = gl.load(plan_ptr + 4 + 4 * bound + p, mask=p < end, other=0)
@@ -294,11 +294,11 @@ def _bound(
         "dout": [PART, DEPTH], "down": [1, COLUMNS, DEPTH] if k_major else [1, DEPTH, COLUMNS],
         "kept": [PART, PIECE],
     }  # fmt: skip
-    layouts = {name: _swizzled(box, dtype) for name, box in boxes.items()}
+    layouts = {name: swizzled(box, dtype) for name, box in boxes.items()}
     programs = processors(device)
     constants = (
         *sizes, k_major, kind, gate_first, weights is not None, parts, *acts, PART, COLUMNS, DEPTH, piece, S, P, GROUP,
-        READERS, layouts["dout"], layouts["down"], _swizzled([PART, piece], torch.float16), PIECE, layouts["kept"],
+        READERS, layouts["dout"], layouts["down"], swizzled([PART, piece], torch.float16), PIECE, layouts["kept"],
     )  # fmt: skip
     bound = Bound(_act_backward_kernel, constants, device, warps=4, overlap=True, registers=168)
     return bound, programs, {name: (box, layouts[name]) for name, box in boxes.items()}

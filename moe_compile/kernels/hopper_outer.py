@@ -30,8 +30,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .beside import NOTHING, Beside, Kind, beside_partition
-from .hopper import PART, _swizzled, processors
-from .hopper_parts import _fetch
+from .hopper import PART, processors, swizzled
+from .hopper_parts import fetch
 from .launch import Bound, ceil_div
 
 # triton 3.9 renamed it
@@ -48,7 +48,7 @@ def ragged(rows: torch.Tensor, box: tuple[int, int], dtype: torch.dtype) -> Tens
     shape = [1, 1, *box]
     return TensorDescriptor(
         rows, [most + 1, most + 1, most, rows.shape[1]], [1 << 34, (1 << 34) - stride, stride, 1], shape,
-        _swizzled(shape, dtype),
+        swizzled(shape, dtype),
     )  # fmt: skip
 
 
@@ -96,9 +96,9 @@ def _fetch_partition(
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
             mbarrier.expect(full.index(s), BYTES)
-            _fetch(a, at(p, end, m0), full.index(s), a_bufs.index(2 * s))
-            _fetch(a, at(p, end, m0 + M), full.index(s), a_bufs.index(2 * s + 1))
-            _fetch(b, at(p, end, n0), full.index(s), b_bufs.index(s))
+            fetch(a, at(p, end, m0), full.index(s), a_bufs.index(2 * s))
+            fetch(a, at(p, end, m0 + M), full.index(s), a_bufs.index(2 * s + 1))
+            fetch(b, at(p, end, n0), full.index(s), b_bufs.index(s))
             count += 1
 
 
@@ -210,7 +210,7 @@ def _bound(
     E, M, N = sizes
     high, wide = ceil_div(M, 2 * PART), ceil_div(N, tile.N)
     programs = processors(device)
-    layouts = [_swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.N // 2])]
+    layouts = [swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.N // 2])]
     tiles = E * high * wide
     programs = min(programs, tiles)
     constants = (tiles, high, wide, PART, tile.N, tile.K, tile.S, tile.GROUP, programs, *layouts, *beside.constants)

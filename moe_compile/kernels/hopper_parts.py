@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 # triton 3.9 renamed both
-_fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 
@@ -37,7 +37,7 @@ def _place(pid, tiles, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _tile(pid, tiles, plan_ptr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr):
+def tile_at(pid, tiles, plan_ptr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr):
     """(expert, its first row, the expert's end, first column) of a tile's number."""
     m, column = _place(pid, tiles, COLUMNS, GROUP)
     tile_ptr = plan_ptr + 4 + 4 * m
@@ -54,7 +54,7 @@ def _tell(number, pid, told, told_full, told_empty):
 
 
 @gluon.jit
-def _told(number, told, told_full, told_empty):
+def claimed(number, told, told_full, told_empty):
     """Other warps: the `number`th tile of this program."""
     slot = number % 2
     mbarrier.wait(told_full.index(slot), (number // 2) & 1)
@@ -82,14 +82,14 @@ def _copy_rows(buffer, x_ptr, tokens, k0, stride_xt, BK: gl.constexpr, LAYOUT: g
 def fetch_weights(w, v, e, n0, k0, full, buffer, HALVES: gl.constexpr, K_MAJOR: gl.constexpr):
     """Columns n0.. of expert e's weights (HALVES: of gate and of up) at k0, on their way to `buffer`."""
     if HALVES == 2:
-        _fetch(w, [e, 0, n0, k0], full, buffer)
+        fetch(w, [e, 0, n0, k0], full, buffer)
     elif HALVES == 3:
-        _fetch(w, [e, n0, k0], full, buffer.slice(0, 1))
-        _fetch(v, [e, n0, k0], full, buffer.slice(1, 1))
+        fetch(w, [e, n0, k0], full, buffer.slice(0, 1))
+        fetch(v, [e, n0, k0], full, buffer.slice(1, 1))
     elif K_MAJOR:
-        _fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full, buffer)
+        fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full, buffer)
     else:
-        _fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full, buffer)
+        fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full, buffer)
 
 
 @gluon.jit
@@ -119,7 +119,7 @@ def fetch_partition(
         number += 1
         following = claim + gl.num_programs(0)
         _tell(number, following, told, told_full, told_empty)
-        e, first, end, n0 = _tile(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+        e, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
         parts = gl.minimum((end - first + M - 1) // M, PARTS)  # that have rows
         tokens = ()
         if GATHER:
@@ -144,7 +144,7 @@ def fetch_partition(
             else:
                 for i in gl.static_range(PARTS):
                     rows = a_bufs.index(part_of(s, i, S, M, PARTS))
-                    _fetch(a, [first + i * M, k0], full.index(s), rows, pred=i < parts)
+                    fetch(a, [first + i * M, k0], full.index(s), rows, pred=i < parts)
             count += 1
         pid = following
 
@@ -185,7 +185,7 @@ def _stored(N):
 
 
 @gluon.jit
-def _columns(x, N: gl.constexpr):
+def split_columns(x, N: gl.constexpr):
     """The left and the right half of x's N columns."""
     return gl.split(gl.permute(gl.reshape(x, (x.shape[0], 2, N // 2)), (0, 2, 1)))
 
@@ -276,7 +276,7 @@ def _multiply_tile(
     )
 
     if HALVES > 1:
-        one, two = _columns(acc, 2 * N)
+        one, two = split_columns(acc, 2 * N)
     else:
         one, two = acc, acc
     WHOLE: gl.constexpr = OUT % N == 0
@@ -284,8 +284,8 @@ def _multiply_tile(
         _finish(one, two, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, N, OUT, FIRST, HALVES,
                 GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT, WHOLE)  # fmt: skip
     else:
-        left, right = _columns(one, 2 * N if HALVES == 1 else N)
-        left2, right2 = _columns(two, 2 * N if HALVES == 1 else N)
+        left, right = split_columns(one, 2 * N if HALVES == 1 else N)
+        left2, right2 = split_columns(two, 2 * N if HALVES == 1 else N)
         _finish(left, left2, e, n0, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, PIECE, OUT, FIRST,
                 HALVES, GATE_FIRST, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT, WHOLE)  # fmt: skip
         _finish(right, right2, e, n0 + PIECE, rows, here, scale, bias_ptr, bias2_ptr, out_ptr, kept_ptr, PIECE, OUT,
@@ -306,13 +306,13 @@ def multiply_partition(
     M: gl.constexpr = a_bufs.type.shape[1]
     STEPS: gl.constexpr = (K + BK - 1) // BK
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = _told(number, told, told_full, told_empty)
-    e, first, end, n0 = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    pid = claimed(number, told, told_full, told_empty)
+    e, first, end, n0 = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
     while pid < total:
         # the next tile's place is on its way while this tile's products are made
         number += 1
-        pid = _told(number, told, told_full, told_empty)
-        following = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        pid = claimed(number, told, told_full, told_empty)
+        following = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
         first += PART * M
         if first < end:
             _multiply_tile(

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_parts import _columns, _tile, _told, part_of
+from .hopper_parts import claimed, part_of, split_columns, tile_at
 
 UNIT, SIDE = gl.constexpr(32), gl.constexpr(64)  # rows of a buffer of x; weights' columns of a product
 PIECES = gl.constexpr((64, 0, 64, 32, 128, 0, 128, 32))  # the columns of the two products, by a tile's height
@@ -128,7 +128,7 @@ def _biased(value, at, bias_ptr, m, OUT: gl.constexpr, STEP: gl.constexpr):
 def _store(value, m, rows, here, out_ptr, buf, N: gl.constexpr, OUT: gl.constexpr, WHOLE: gl.constexpr):
     """N rows, columns m and on, on their way to out's `rows`: `buf` turns them, half of 128 at a time."""
     if N == 128:
-        left, right = _columns(value, N)
+        left, right = split_columns(value, N)
         rows_left, rows_right = _halves(rows)
         here_left, here_right = _halves(here.to(gl.int32))
         _store(left, m, rows_left, here_left > 0, out_ptr, buf, N // 2, OUT, WHOLE)
@@ -253,13 +253,13 @@ def swapped_partition(
     """Half of each tile's columns: SIDE PART and on of gate and up, or 2 SIDE PART and on."""
     STEPS: gl.constexpr = (K + BK - 1) // BK
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = _told(number, told, told_full, told_empty)
-    e, first, end, n0 = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    pid = claimed(number, told, told_full, told_empty)
+    e, first, end, n0 = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
     while pid < total:
         # the next tile's place is on its way while this tile's products are made
         number += 1
-        pid = _told(number, told, told_full, told_empty)
-        following = _tile(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        pid = claimed(number, told, told_full, told_empty)
+        following = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
         for i in gl.static_range(len(PIECES) // 2):
             if (end - first > _height(PIECES, i - 1)) & (end - first <= _height(PIECES, i)):
                 _multiply_tile(

@@ -45,6 +45,11 @@ class Beside:
         return result
 
 
+def nothing(anything: torch.Tensor) -> Beside:
+    """Of a launch that does nothing else: its kernel reads none of this."""
+    return Beside(kind=NOTHING, arguments=(*4 * (anything,), 1), tokens=0)
+
+
 @gluon.jit
 def _spread(x_ptr, ids_ptr, positions_ptr, out_ptr, tokens, stride_xt, E: gl.constexpr, K: gl.constexpr,
             H: gl.constexpr, BLOCK: gl.constexpr, WEIGHTED: gl.constexpr):  # fmt: skip

@@ -25,12 +25,11 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .beside import NOTHING, Beside, Kind, beside_partition
-from .hopper_parts import fetch_partition, multiply_partition
+from .beside import NOTHING, Beside, Kind, beside_partition, nothing
+from .hopper_parts import barriers, fetch_partition, multiply_partition
 from .hopper_swapped import SIDE, UNIT, swapped_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sort import Schedule
@@ -82,17 +81,9 @@ def _kernel(
     MULTIPLIERS: gl.constexpr = 2 if SWAP else PARTS
     a_bufs = gl.allocate_shared_memory(kind, [S * PARTS, M, BK], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, B_SHAPE, B_LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1 + (32 * FETCHERS if GATHER else 0))  # every copying thread arrives too
-        mbarrier.init(empty.index(i), count=MULTIPLIERS)
+    full, empty = barriers(S, 1 + (32 * FETCHERS if GATHER else 0), MULTIPLIERS)  # every copying thread arrives too
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(told_full.index(i), count=1)
-        mbarrier.init(told_empty.index(i), count=MULTIPLIERS)
+    told_full, told_empty = barriers(2, 1, MULTIPLIERS)
     tiles = gl.load(plan_ptr)
     FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 32 if MULTIPLIERS == 3 else 40 if SWAP else 56
     if SWAP:
@@ -307,7 +298,7 @@ def fc1(
     arguments = (
         x, w if tile.GATHER else TensorDescriptor.from_tensor(x, list(rows), a_layout), w, v,
         bias[0] if bias else x, bias[-1] if bias else x, x if weights_TK is None else weights_TK.contiguous(), out,
-        out if kept is None else kept, schedule.plan, x.stride(0), *4 * (out,), 1,
+        out if kept is None else kept, schedule.plan, x.stride(0), *nothing(out).arguments,
     )  # fmt: skip
     bound((min(programs, schedule.bound * ceil_div(sizes[1], tile.N)), 1), arguments, (schedule.bound, 0))
     return out
@@ -318,16 +309,15 @@ def fc2(
     tile: Persistent, beside: Beside | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """y_RH as of grouped.fc2. beside: what else the launch does, with tiles of 128 rows."""
-    sizes = (down.shape[1 if k_major else 2], act_RI.shape[1])
+    sizes, also = (down.shape[1 if k_major else 2], act_RI.shape[1]), beside or nothing(act_RI)
     bound, box, rows, w_layout, a_layout, programs = _bound(
         tile, False, None, 1, sizes, "up", k_major, act_RI.dtype, act_RI.device,
-        None if bias is None else bias.stride(0), None, 0, beside.kind if beside else NOTHING,
+        None if bias is None else bias.stride(0), None, 0, also.kind,
     )  # fmt: skip
     y = torch.empty((schedule.R, sizes[0]), dtype=act_RI.dtype, device=act_RI.device)
     w = TensorDescriptor.from_tensor(down, list(box), w_layout)
     a = TensorDescriptor.from_tensor(act_RI, list(rows), a_layout)
     biased = act_RI if bias is None else bias
-    also, tokens = (beside.arguments, beside.tokens) if beside else ((*4 * (y,), 1), 0)
-    arguments = (act_RI, a, w, w, biased, biased, act_RI, y, y, schedule.plan, act_RI.stride(0), *also)
-    bound((min(programs, schedule.bound * ceil_div(sizes[0], tile.N)), 1), arguments, (schedule.bound, tokens))
+    arguments = (act_RI, a, w, w, biased, biased, act_RI, y, y, schedule.plan, act_RI.stride(0), *also.arguments)
+    bound((min(programs, schedule.bound * ceil_div(sizes[0], tile.N)), 1), arguments, (schedule.bound, also.tokens))
     return y

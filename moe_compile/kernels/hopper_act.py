@@ -23,7 +23,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .hopper import ALONE, ALTERNATING, BLOCKS, PART, processors, swizzled
-from .hopper_parts import claimed, fetch, fetch_partition, multiply, split_columns, tile_at
+from .hopper_parts import (
+    barriers,
+    claimed,
+    claimed_ahead,
+    fetch,
+    fetch_partition,
+    multiply,
+    rest,
+    split_columns,
+    tile_at,
+)
 from .kept import placed
 from .launch import Bound, ceil_div
 from .sort import Schedule
@@ -53,18 +63,16 @@ def _multiply_partition(
     H: gl.constexpr, K_MAJOR: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * PART and on of each tile; of a tile without such rows, the buffers as they come."""
-    S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     PIECES: gl.constexpr = N // dv_bufs.type.shape[2]
     STEPS: gl.constexpr = (H + BK - 1) // BK
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = claimed(number, told, told_full, told_empty)
-    _, first, end, _ = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
     while pid < total:
         number += 1
-        pid = claimed(number, told, told_full, told_empty)
-        _, first2, end2, _ = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        _, first, end, _ = place
+        pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
         if first + PART * M < end:
             acc, _ = multiply(
                 gl.zeros((M, N), gl.float32, mma), count, a_bufs, b_bufs, full, empty, PART, 2, BK, H, False, K_MAJOR
@@ -76,13 +84,10 @@ def _multiply_partition(
             power_bufs.index(PART).store(power.to(gl.float32, bitcast=True))
             _hand_over(acc.to(gl.float16), dv_bufs, PART * PIECES, N)
         else:
-            for used in range(count, count + STEPS):
-                mbarrier.wait(full.index(used % S), (used // S) & 1)
-                mbarrier.arrive(empty.index(used % S), count=1)
+            rest(count, STEPS, full, empty)
             mbarrier.wait(dv_empty.index(PART), number & 1)
         mbarrier.arrive(dv_full.index(PART), count=1)
         count += STEPS
-        first, end = first2, end2
 
 
 @gluon.jit
@@ -232,26 +237,11 @@ def _act_backward_kernel(
     if HALVES > 1:
         two_bufs = gl.allocate_shared_memory(kind, [P, M, WIDTH], KEPT_LAYOUT)
     power_bufs = gl.allocate_shared_memory(gl.float32, [2, M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    kept_full = gl.allocate_shared_memory(gl.int64, [P, 1], mbarrier.MBarrierLayout())
-    kept_empty = gl.allocate_shared_memory(gl.int64, [P, 1], mbarrier.MBarrierLayout())
-    dv_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    dv_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    full, empty = barriers(S, 1, 2)
+    kept_full, kept_empty = barriers(P, 1, 1)
+    dv_full, dv_empty = barriers(2, 1, 1)
     told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    told_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(P):
-        mbarrier.init(kept_full.index(i), count=1)
-        mbarrier.init(kept_empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(dv_full.index(i), count=1)
-        mbarrier.init(dv_empty.index(i), count=1)
-        mbarrier.init(told_full.index(i), count=1)
-        mbarrier.init(told_empty.index(i), count=READERS)
+    told_full, told_empty = barriers(2, 1, READERS)
     tiles = gl.load(plan_ptr)
     gl.warp_specialize(
         [

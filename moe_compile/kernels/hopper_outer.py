@@ -29,9 +29,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .beside import NOTHING, Beside, Kind, beside_partition
+from .beside import Beside, Kind, beside_partition, nothing
 from .hopper import PART, processors, swizzled
-from .hopper_parts import fetch
+from .hopper_parts import barriers, fetch
 from .launch import Bound, ceil_div
 
 # triton 3.9 renamed it
@@ -156,11 +156,7 @@ def _outer_kernel(
     a_bufs = gl.allocate_shared_memory(kind, [2 * S, 1, 1, K, M], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, [S, 1, 1, K, N], B_LAYOUT)
     out_bufs = gl.allocate_shared_memory(kind, [4, 1, M, N // 2], OUT_LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [S, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(S):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
+    full, empty = barriers(S, 1, 2)
     if BESIDE is None:
         gl.warp_specialize(
             [
@@ -224,13 +220,13 @@ def outer(
 
     beside: what else the launch does.
     """
-    sizes = (spans_E2.shape[0], a_RM.shape[1], b_RN.shape[1])
-    bound, programs, layout = _bound(tile, sizes, a_RM.dtype, a_RM.device, beside.kind if beside else NOTHING)
+    sizes, also = (spans_E2.shape[0], a_RM.shape[1], b_RN.shape[1]), beside or nothing(spans_E2)
+    bound, programs, layout = _bound(tile, sizes, a_RM.dtype, a_RM.device, also.kind)
     out = torch.empty(sizes, dtype=a_RM.dtype, device=a_RM.device)
     arguments = (
         ragged(a_RM, (tile.K, PART), a_RM.dtype), ragged(b_RN, (tile.K, tile.N), a_RM.dtype),
         TensorDescriptor.from_tensor(out, [1, PART, tile.N // 2], layout), spans_E2,
-        *(beside.arguments if beside else (*4 * (spans_E2,), 1)),
+        *also.arguments,
     )  # fmt: skip
-    bound((programs, 1), arguments, (beside.tokens if beside else 0,))
+    bound((programs, 1), arguments, (also.tokens,))
     return out

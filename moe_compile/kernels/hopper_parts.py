@@ -54,6 +54,17 @@ def _tell(number, pid, told, told_full, told_empty):
 
 
 @gluon.jit
+def barriers(N: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
+    """(full, empty) of N buffers: of each, FULL threads or copies arrive that fill it, EMPTY that are done with it."""
+    full = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(full.index(i), count=FULL)
+        mbarrier.init(empty.index(i), count=EMPTY)
+    return full, empty
+
+
+@gluon.jit
 def claimed(number, told, told_full, told_empty):
     """Other warps: the `number`th tile of this program."""
     slot = number % 2
@@ -61,6 +72,16 @@ def claimed(number, told, told_full, told_empty):
     pid = gl.max(told.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
     mbarrier.arrive(told_empty.index(slot), count=1)
     return pid
+
+
+@gluon.jit
+def claimed_ahead(
+    number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    N: gl.constexpr,
+):  # fmt: skip
+    """(the `number`th tile of this program, its place as of tile_at); from `total` on that is the last tile's."""
+    pid = claimed(number, told, told_full, told_empty)
+    return pid, tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
 
 
 @gluon.jit
@@ -147,6 +168,15 @@ def fetch_partition(
                     fetch(a, [first + i * M, k0], full.index(s), rows, pred=i < parts)
             count += 1
         pid = following
+
+
+@gluon.jit
+def rest(count, STEPS: gl.constexpr, full, empty):
+    """Hands back the buffers of a tile in which a partition has no rows, as they come. `count`: used before."""
+    S: gl.constexpr = full.type.shape[0]
+    for used in range(count, count + STEPS):
+        mbarrier.wait(full.index(used % S), (used // S) & 1)
+        mbarrier.arrive(empty.index(used % S), count=1)
 
 
 @gluon.jit
@@ -302,17 +332,15 @@ def multiply_partition(
     ACT: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * PART and on of each tile. Of a tile without such rows it hands the buffers back as they come."""
-    S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     STEPS: gl.constexpr = (K + BK - 1) // BK
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = claimed(number, told, told_full, told_empty)
-    e, first, end, n0 = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
     while pid < total:
         # the next tile's place is on its way while this tile's products are made
         number += 1
-        pid = claimed(number, told, told_full, told_empty)
-        following = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        e, first, end, n0 = place
+        pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
         first += PART * M
         if first < end:
             _multiply_tile(
@@ -321,8 +349,5 @@ def multiply_partition(
                 stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
             )  # fmt: skip
         else:
-            for used in range(count, count + STEPS):
-                mbarrier.wait(full.index(used % S), (used // S) & 1)
-                mbarrier.arrive(empty.index(used % S), count=1)
+            rest(count, STEPS, full, empty)
         count += STEPS
-        e, first, end, n0 = following

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper_parts import claimed, part_of, split_columns, tile_at
+from .hopper_parts import claimed_ahead, part_of, split_columns
 
 UNIT, SIDE = gl.constexpr(32), gl.constexpr(64)  # rows of a buffer of x; weights' columns of a product
 PIECES = gl.constexpr((64, 0, 64, 32, 128, 0, 128, 32))  # the columns of the two products, by a tile's height
@@ -253,13 +253,12 @@ def swapped_partition(
     """Half of each tile's columns: SIDE PART and on of gate and up, or 2 SIDE PART and on."""
     STEPS: gl.constexpr = (K + BK - 1) // BK
     count, number, total = 0, 0, tiles * COLUMNS
-    pid = claimed(number, told, told_full, told_empty)
-    e, first, end, n0 = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
     while pid < total:
         # the next tile's place is on its way while this tile's products are made
         number += 1
-        pid = claimed(number, told, told_full, told_empty)
-        following = tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+        e, first, end, n0 = place
+        pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
         for i in gl.static_range(len(PIECES) // 2):
             if (end - first > _height(PIECES, i - 1)) & (end - first <= _height(PIECES, i)):
                 _multiply_tile(
@@ -268,4 +267,3 @@ def swapped_partition(
                     OUT, GATHER, FIRST, HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
                 )  # fmt: skip
         count += STEPS
-        e, first, end, n0 = following

@@ -79,9 +79,8 @@ class ExpertWeights:
         post_scale: torch.Tensor | None = None,
     ) -> ExpertWeights:
         """Of the operator's arguments; where listed, a tensor an expert, those of gate before those of up."""
-        if (
-            spec.tensors == "stacked"
-        ):  # a step of every call: a frozen dataclass sets field by field, three times as long
+        if spec.tensors == "stacked":
+            # a step of every call: a frozen dataclass sets field by field, three times as long
             weights = cls.__new__(cls)
             weights.__dict__.update(
                 gate_up=tuple(gate_up), down=down[0], gate_up_bias=tuple(gate_up_bias),

@@ -32,9 +32,7 @@ def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
             (2, spec.H, spec.I, 1, spec.down == "EHI"),
         )
     )  # fmt: skip
-    bins = max(32, 1 << (spec.E - 1).bit_length())
-    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
-    return Work(steps=(Sorted(alone=min(ALONE_ROUTES, ALONE_COUNTS // bins)), first, second, finalize))
+    return Work(steps=(_sort(spec), first, second, _finalize(spec)))
 
 
 def decode_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
@@ -72,7 +70,15 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
             (2, spec.H, spec.I, 1, spec.down == "EHI", False),
         )
     )  # fmt: skip
-    bins = max(32, 1 << (spec.E - 1).bit_length())
     order = () if knobs["GATHER"] else (Passed(name="permute", route_bytes=2 * spec.H * size),)
-    finalize = Passed(name="finalize", route_bytes=spec.H * size, token_bytes=spec.H * ELEMENT_BYTES[spec.out])
-    return Work(steps=(Sorted(alone=min(ALONE_ROUTES, ALONE_COUNTS // bins)), *order, first, second, finalize))
+    return Work(steps=(_sort(spec), *order, first, second, _finalize(spec)))
+
+
+def _sort(spec: ExpertsSpec) -> Sorted:
+    bins = max(32, 1 << (spec.E - 1).bit_length())
+    return Sorted(alone=min(ALONE_ROUTES, ALONE_COUNTS // bins))
+
+
+def _finalize(spec: ExpertsSpec) -> Passed:
+    route, token = spec.H * ELEMENT_BYTES[spec.x], spec.H * ELEMENT_BYTES[spec.out]
+    return Passed(name="finalize", route_bytes=route, token_bytes=token)

@@ -21,6 +21,7 @@ from moe_compile.providers import Candidate
 from moe_compile.providers.triton_grouped import FIRST, SECOND, _knobs
 from moe_compile.providers.triton_work import decode_work, grouped_work
 from moe_compile.spec import ExpertsSpec
+from moe_compile.suite import GEOMETRIES
 from moe_compile.work import Tiled, Work
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
@@ -164,12 +165,39 @@ def test_the_fma_path_is_for_few_tokens_and_ends_where_experts_are_shared():
 
 def test_a_path_goes_on_where_a_third_candidate_is_the_cheapest_for_a_while(monkeypatch):
     """Addresses that cost the tiles of 160 rows half of what they do: these and two others change hands often."""
-    offered = _offered(spec_of(E=32), H200)
-    works = {c: _addressed_by(w, 8) if "M=160" in str(c) and "GATHER=1" in str(c) else w for c, w in offered.items()}
-    assert works != offered
-    monkeypatch.setattr("moe_compile.crossovers._offered", lambda spec, device: works)
+
+    def works(spec, device, T):
+        offered = _offered(spec, device, T)
+        return {c: _addressed_by(w, 8) if "M=160" in str(c) and "GATHER=1" in str(c) else w for c, w in offered.items()}
+
+    assert works(spec_of(E=32), H200, 256) != _offered(spec_of(E=32), H200, 256)
+    monkeypatch.setattr("moe_compile.crossovers._offered", works)
     tokens = [change.T for change in path(spec_of(E=32), H200).changes]
     assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize("geometry", ["mixtral", "qwen3_30b", "gpt_oss_20b"])
+def test_a_path_names_only_what_is_offered(geometry):
+    """Up to the next change. Of mixtral, tiles of 160 rows end at 2560 tokens, and those of Hopper begin at 192."""
+    spec = GEOMETRIES[geometry]
+    found = path(spec, H200)
+    ends = [change.T for change in found.changes[1:]] + [8193]
+    for change, end in zip(found.changes, ends, strict=True):
+        for T in (change.T, end - 1):
+            assert change.candidate in map(str, _offered(spec, H200, T)), (change.T, end)
+        assert change.us <= change.before_us or not change.offered
+
+
+def test_a_candidate_that_is_no_longer_offered_ends_there(monkeypatch):
+    """Though it would be cheaper still; the text says why."""
+
+    def until_3(spec, device, T):
+        return {c: w for c, w in _offered(spec, device, T).items() if T < 4 or c.provider != "triton_decode"}
+
+    monkeypatch.setattr("moe_compile.crossovers._offered", until_3)
+    first, *_ = path(spec_of(), H200).changes
+    assert (first.T, first.offered) == (4, False) and first.us > first.before_us
+    assert re.search(r"was .* triton_decode\(.*\), not offered from here on\n", str(first))
 
 
 def _addressed_by(work, warps):

@@ -53,10 +53,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
+def _common(**how: Any) -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False, **how)
     common.add_argument("--json", action="store_true", help="print JSON instead of text")
     common.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
+    return common
+
+
+_FOLDER = "folder of the cache (default: moe.cache's)"
+# cache: each action, and the name that it takes
+_NAMED = {"metavar": "NAME", "help": "a name that list prints, or part of a spec"}
+_ACTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "list": ("what was measured, a line a spec", {**_NAMED, "nargs": "?", "default": ""}),
+    "show": ("the same, with every trial", _NAMED),
+    "export": ("write the results to a file", {"metavar": "FILE", "help": "to write"}),
+    "import": ("take in what export wrote", {"metavar": "FILE", "help": "to read"}),
+    "clear": ("drop all results", {}),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = _common()
     parser = argparse.ArgumentParser(
         prog="moe-compile",
         description='torch.compile(model, backend="moe"), from the command line.',
@@ -130,10 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--launch", choices=("graph", "eager"), help="how calls will be launched (default graph on CUDA)")
     tune.add_argument("--seconds", type=float, default=20.0, metavar="S", help="budget of a distinct spec (default 20)")
     cache = command("cache", _cache, "see and move what tuning measured", "moe-compile cache export tuned.jsonl")
-    cache.add_argument("action", choices=("list", "show", "export", "import", "clear"), help="what to do")
-    cache.add_argument("what", nargs="?", default="", help="show: a name or part of a spec; export, import: a file")
-    for sub in (tune, cache):
-        sub.add_argument("--cache", default="", metavar="FOLDER", help="folder of the cache (default: moe.cache's)")
+    cache.set_defaults(what="")
+    again = _common(argument_default=argparse.SUPPRESS)  # options count on either side of an action
+    tune.add_argument("--cache", default="", metavar="FOLDER", help=_FOLDER)
+    cache.add_argument("--cache", default="", metavar="FOLDER", help=_FOLDER)
+    again.add_argument("--cache", metavar="FOLDER", help=_FOLDER)
+    actions = cache.add_subparsers(required=True, dest="action", metavar="ACTION")
+    for name, (text, what) in _ACTIONS.items():
+        action = actions.add_parser(name, parents=[again], help=text)
+        if what:
+            action.add_argument("what", **what)
     calibrate = command(
         "calibrate",
         _calibrate,
@@ -141,7 +164,9 @@ def _parser() -> argparse.ArgumentParser:
         "moe-compile calibrate docs/measured/offers_h200.json --write",
     )
     calibrate.add_argument("files", nargs="+", metavar="FILE", help="measurements of one device")
-    calibrate.add_argument("--held-out", nargs="+", default=[], metavar="FILE", help="tried, but not fitted to")
+    calibrate.add_argument(
+        "--held-out", action="append", default=[], metavar="FILE", help="tried, but not fitted to; once for each file"
+    )
     calibrate.add_argument("--write", action="store_true", help="into the package's calibration.json")
     command("doctor", _doctor, "show versions, devices and which providers can run here", "moe-compile doctor --json")
     return parser
@@ -283,8 +308,6 @@ def _cache(arguments: argparse.Namespace) -> int:
     from . import inventory
     from .options import Options
 
-    if arguments.action in ("show", "export", "import") and not arguments.what:
-        raise ValueError(f"cache {arguments.action} needs {'a name' if arguments.action == 'show' else 'a file'}")
     _show(arguments, inventory.ACTIONS[arguments.action](arguments.cache or Options.parse()[0].cache, arguments.what))
     return 0
 

@@ -152,7 +152,6 @@ def test_traceback_on_request():
         (("bench", "--read", "{}/config.json"), "config.json is not what `moe-compile bench --json` prints"),
         (("calibrate", "{}/config.json"), "config.json is not what `moe-compile bench --json` prints"),
         (("bench", "--geometry", "tiny", "--only", "moo"), "--only moo: no column of moe, "),
-        (("cache", "export"), "cache export needs a file"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, tmp_path, arguments, message):
@@ -172,6 +171,10 @@ def test_a_mistake_is_one_line(capsys, tmp_path, arguments, message):
         (("explain",), "one of the arguments MODEL --thiek is required"),
         (("explain", "x", "--tokens", "0"), "'0' is not a whole number of at least 1"),
         (("explain", "x", "--tokens", "many"), "'many' is not a whole number of at least 1"),
+        (("cache",), "required: ACTION"),
+        (("cache", "show"), "required: NAME"),
+        (("cache", "import", "--json"), "required: FILE"),
+        (("cache", "clear", "all"), "unrecognized arguments: all"),
     ],
 )
 def test_wrong_usage_exits_2(capsys, arguments, message):
@@ -179,6 +182,28 @@ def test_wrong_usage_exits_2(capsys, arguments, message):
         cli.main(arguments)
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "names", "options"),
+    [
+        (("explain",), ("x",), ("--arch", "H200", "--tokens", "4")),
+        (("tune",), ("x",), ("--cache", "c", "--seconds", "3")),
+        (("cache", "list"), ("x",), ("--cache", "c", "--json")),
+        (("cache", "show"), ("x",), ("--cache", "c", "--json")),
+        (("cache", "export"), ("x",), ("--cache", "c")),
+        (("cache", "import"), ("x",), ("--cache", "c")),
+        (("calibrate",), ("x", "y"), ("--held-out", "h", "--held-out", "i", "--traceback")),
+    ],
+)
+def test_options_and_names_come_in_any_order(command, names, options):
+    parse = lambda *arguments: vars(cli._parser().parse_args(arguments))
+    found = parse(*command, *names, *options)
+    assert found == parse(*command, *options, *names)
+    assert [*names] in (found.get("files"), [found.get("model")], [found.get("what")])
+    if len(command) > 1:
+        assert found == parse(command[0], *options, command[1], *names)
+        assert (found["action"], found["cache"]) == (command[1], "c")
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("demo", "--help"), ("explain", "--help"), ("doctor", "--help")])
@@ -288,8 +313,6 @@ def out_lines(capsys, cache):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("cache", "show"), "cache show needs a name"),
-        (("cache", "import"), "cache import needs a file"),
         (("cache", "show", "nothing"), "matches 'nothing'"),
         (("cache", "import", "missing.jsonl"), "missing.jsonl"),
     ],

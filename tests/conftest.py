@@ -6,14 +6,25 @@ tests/models of two families took 113 s with two threads and 23 s with one (2 bu
 """
 
 import os
+import shutil
 import tempfile
 
 import hypothesis
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if WORKER:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
-
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="moe_compile_tests_")
+    CACHE = os.path.join(os.environ["XDG_CACHE_HOME"], WORKER)  # in the folder of the process that started it
+else:
+    CACHE = tempfile.mkdtemp(prefix="moe_compile_tests_")
+os.environ["XDG_CACHE_HOME"] = CACHE
+PROCESS = os.getpid()
 
 hypothesis.settings.register_profile("busy", deadline=None)  # what other processes take counts against a deadline
 hypothesis.settings.load_profile("busy")
+
+
+def pytest_unconfigure():
+    """Workers have ended by then; a fork of this process leaves what is not its own."""
+    if os.getpid() == PROCESS and not WORKER:
+        shutil.rmtree(CACHE, ignore_errors=True)

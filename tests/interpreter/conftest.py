@@ -1,7 +1,7 @@
 """Tests of our Triton kernels on the CPU, in Triton's interpreter: `pytest tests/interpreter`, alone.
 
 They need their own process, because triton reads TRITON_INTERPRET when it is first imported, and the providers then say
-that a CPU runs them. In a run that collects anything else the folder is ignored.
+that a CPU runs them. A run over all of tests/ leaves the folder out; one that names it beside others is refused.
 """
 
 import os
@@ -12,7 +12,12 @@ import pytest
 
 
 def pytest_configure(config):
-    if all("interpreter" in Path(arg).parts for arg in config.args) and "triton" not in sys.modules:
+    here, at = Path(__file__).parent, config.invocation_params.dir
+    paths = [(at / arg.partition("::")[0]).resolve() for arg in config.args]
+    ours = [path == here or here in path.parents for path in paths]
+    if any(ours) and not (all(ours) and "triton" not in sys.modules):
+        raise pytest.UsageError("tests/interpreter runs alone: triton asks once, when imported, whether to interpret")
+    if any(ours):
         os.environ["TRITON_INTERPRET"] = "1"
 
 

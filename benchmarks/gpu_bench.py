@@ -246,7 +246,8 @@ def main() -> None:
     gpus = arguments.gpus or max(1, torch.cuda.device_count())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     arguments.prepared, end = START + arguments.prepare, START + arguments.seconds
-    root = Path(tempfile.mkdtemp(prefix="gpu_bench_"))
+    kept = tempfile.TemporaryDirectory(prefix="gpu_bench_", ignore_cleanup_errors=True)  # until this process ends
+    root = Path(kept.name)
     tasks: list[list[tuple[str, list[int], Path]]] = [[] for _ in range(gpus)]
     processes: dict[Path, Any] = {}
     for geometry, tokens, name, gpu in deal(arguments.cells, gpus, arguments.parts):

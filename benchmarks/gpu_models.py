@@ -1,15 +1,17 @@
-"""Whole models on a GPU: `backend="moe"` beside Inductor, correct and timed. Writes models.json to $OUT or here.
+"""Whole models on a GPU: `backend="moe"` beside Inductor, correct and timed. Writes models.json to $OUT or here, anew
+after each T; with --into it goes on with an earlier one, whose cells aren't timed again.
 
 Qwen3-30B-A3B's geometry (E128 K8 H2048 I768) cut to 4 layers, random bf16 weights. For each T one forward of [1, T]
 tokens without a cache, static shapes; HuggingFace's grouped_mm (its default) and batched_mm (what `generate` decodes
-with) under Inductor, and ours, in mode "reduce-overhead" (CUDA graphs); Inductor's columns are compiled side by side
-first, by processes of their own, into its cache on disk. Median of interleaved rounds of event-timed calls. Errors: the
+with) under Inductor, and ours, in mode "reduce-overhead" (CUDA graphs); all columns are compiled side by side first, by
+processes of their own, into caches on disk. Median of interleaved rounds of event-timed calls. Errors: the
 MoE block of the last layer against float64 with the same routing, ours and the original's (HuggingFace's grouped_mm in
 eager mode).
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import os
@@ -21,13 +23,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for devices keeps forked processes from them
 
 import torch
 import torch._inductor.config
 import transformers
 import triton
+from record import Cells
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_compile import journal
@@ -35,6 +40,7 @@ from moe_compile.backend import moe_backend
 
 LAYERS, ROUNDS, CALLS = 4, 12, 10
 TOKENS, MODE = (1, 16, 256, 4096), "reduce-overhead"
+GEOMETRY = f"qwen3_30b x {LAYERS} layers"
 START = time.time()
 
 
@@ -82,12 +88,12 @@ def tokens(T: int) -> torch.Tensor:
     return torch.randint(0, 32000, (1, T), device="cuda", generator=torch.Generator("cuda").manual_seed(T))
 
 
-def ahead(T: int, name: str, implementation: str) -> None:
-    """A process: compile a column."""
+def ahead(T: int, name: str, implementation: str | None) -> None:
+    """A process: compile a column; ours by price, for nothing is measured beside others."""
     torch._inductor.config.compile_threads = 1  # a column a processor
     torch.set_float32_matmul_precision("high")
     with torch.inference_mode():
-        compiled(build(implementation), T, name)(tokens(T))
+        compiled(build(implementation), T, name, None if implementation else ours(MODE, tune="off"))(tokens(T))
 
 
 def block_errors(model: Any) -> dict[str, Any]:
@@ -140,33 +146,39 @@ def timed(calls: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T", help="default 1 16 256 4096")
+    parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
+    args = parser.parse_args()
+    with get_context("fork").Pool(1) as pool:  # this process must not have CUDA yet
+        device = pool.apply(torch.cuda.get_device_name)
+    head = {
+        "date": time.strftime("%Y-%m-%d"), "device": device,
+        "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers)}, "what": __doc__,
+    }  # fmt: skip
+    record = Cells("models.json", head, args.into)
+    left = [T for T in args.tokens if not record.has(GEOMETRY, T, (*inductor_columns(T), "moe"))]
     ahead_of = [
-        get_context("fork").Process(target=ahead, args=(T, *n)) for T in TOKENS for n in inductor_columns(T).items()
-    ]
-    for process in ahead_of:  # before this one has CUDA
+        get_context("fork").Process(target=ahead, args=(T, *column))
+        for T in left for column in (*inductor_columns(T).items(), ("moe", None))
+    ]  # fmt: skip
+    for process in ahead_of:
         process.start()
     for process in ahead_of:
         process.join()
     say("compiled ahead")
     torch.set_float32_matmul_precision("high")
-    result: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers)},
-        "what": __doc__,
-        "cells": [],
-    }
-    path = Path(os.environ.get("OUT", ".")) / "models.json"
     with torch.inference_mode():
         model = build()
         memory = torch.cuda.memory_allocated()
         say("built", f"{memory / 1e9:.2f} GB")
-        result["block_errors"] = block_errors(model)
+        if "block_errors" not in record.record:
+            record.put(block_errors=block_errors(model))
         batched = build("batched_mm")
         batched.load_state_dict(model.state_dict(), assign=True)
         torch.cuda.empty_cache()
         addresses = [p.data_ptr() for p in model.parameters()]
-        for T in TOKENS:
+        for T in left:
             ids = tokens(T)
             torch._dynamo.reset()
             calls: dict[str, Any] = {}
@@ -200,16 +212,14 @@ def main() -> None:
             }
             times = timed(calls)
             cell = {
-                "geometry": "qwen3_30b x 4 layers", "T": T, "us": {n: t["us"] for n, t in times.items()},
+                "geometry": GEOMETRY, "T": T, "us": {n: t["us"] for n, t in times.items()},
                 "spread": {n: t["spread"] for n, t in times.items()}, "first_calls_s": seconds,
                 "logits_rms_from_eager": gaps, "plan": [plan],
             }  # fmt: skip
-            result["cells"].append(cell)
+            assert addresses == [p.data_ptr() for p in model.parameters()]
+            record.add(cell)
+            record.put(weights_in_place=True)
             say(json.dumps({k: cell[k] for k in ("T", "us", "spread", "logits_rms_from_eager")}))
-            path.write_text(json.dumps(result, indent=1))
-        assert addresses == [p.data_ptr() for p in model.parameters()]
-        result["weights_in_place"] = True
-        path.write_text(json.dumps(result, indent=1))
     say("done")
 
 

@@ -1,17 +1,56 @@
-"""A benchmark's record that grows with each process: in, folders with cells.json and memory.json; out, the JSON files.
+"""A benchmark's record that grows: in, cells, or folders of processes with cells.json and memory.json; out, JSON files.
 
-Invariant: what was timed is on disk after each process; a cell stands as it was timed last.
+Invariant: what was timed is on disk after each cell or process, and a cell stands as it was timed last, whole: its
+columns are of the same rounds. An earlier record is gone on with where it is of the same day, device and versions.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 GEOMETRIES = ("qwen3_30b", "mixtral", "olmoe", "gpt_oss_20b", "qwen3next", "dsv3")
+ORDER = (*GEOMETRIES, "tiny")
 THEIRS = ("flashinfer", "cudnn")  # other libraries' providers
+HEAD = ("date", "device", "versions")
+
+
+def goes_on(earlier: dict[str, Any], head: dict[str, Any]) -> bool:
+    """Whether an earlier record is of the same day, device and versions; says so where it isn't."""
+    if all(earlier.get(k) == head[k] for k in HEAD):
+        return True
+    print("the earlier record is of another day, device or versions: left alone", flush=True)
+    return False
+
+
+class Cells:
+    """The cells of a program that times them one by one, in the file `name` under $OUT or here."""
+
+    def __init__(self, name: str, head: dict[str, Any], into: str) -> None:
+        self.path = Path(os.environ.get("OUT", "."), name)
+        earlier = json.loads(Path(into).read_text()) if into else {}
+        self.record: dict[str, Any] = {**earlier, **head} if earlier and goes_on(earlier, head) else dict(head)
+
+    def has(self, geometry: str, T: int, columns: Iterable[str]) -> bool:
+        """Whether a cell was timed with these columns, or more."""
+        return any(_at(c) == (geometry, T) and c["us"].keys() >= set(columns) for c in self.record.get("cells", ()))
+
+    def add(self, cell: dict[str, Any], part: str = "cells") -> None:
+        rows = [c for c in self.record.get(part, ()) if _at(c) != _at(cell)] + [cell]
+        self.put(**{part: sorted(rows, key=lambda c: (ORDER.index(c["geometry"].split()[0]), c["T"]))})
+
+    def put(self, **parts: Any) -> None:
+        """Parts of the record other than cells, anew."""
+        self.record |= parts
+        write(self.path, json.dumps(self.record, indent=1))
+
+
+def _at(cell: dict[str, Any]) -> tuple[str, int]:
+    return cell["geometry"], cell["T"]
 
 
 class Record:
@@ -32,8 +71,7 @@ class Record:
             print("".join(c for c in text if c == "\n" or " " <= c <= "~")[-6000:], flush=True)
             if (folder / "cells.json").exists():
                 self.parts.append(json.loads((folder / "cells.json").read_text()))
-                if self.earlier and any(self.parts[0][k] != self.earlier[k] for k in ("date", "device", "versions")):
-                    print("the earlier record is of another day, device or versions: left alone", flush=True)
+                if self.earlier and not goes_on(self.earlier, self.parts[0]):
                     self.earlier = None
             if (folder / "memory.json").exists():
                 self.memory[folder.name[:-2]] = json.loads((folder / "memory.json").read_text())
@@ -58,9 +96,8 @@ class Record:
                 for geometry, tokens in where.items() for T in tokens
             ):  # fmt: skip
                 gaps[geometry, T][name] = why
-        order = [*GEOMETRIES, "tiny"]
         absent: dict[str, dict[str, dict[str, list[int]]]] = {}
-        ordered = sorted(cells, key=lambda at: (order.index(at[0]), at[1]))
+        ordered = sorted(cells, key=lambda at: (ORDER.index(at[0]), at[1]))
         for geometry, T in ordered:
             for name, why in gaps[geometry, T].items():
                 absent.setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).append(T)

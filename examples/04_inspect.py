@@ -4,7 +4,6 @@ The model is a tiny DeepSeek-V3 with random weights: grouped routing with a bias
 """
 
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -13,8 +12,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 import moe_compile
 
 
-def main(folder: str | None = None) -> Path:
-    """The folder that has the files."""
+def main(folder: str = "build/dump") -> Path:
+    """The folder that has the files: of its own in `folder`, for each run."""
     config = DeepseekV3Config(
         vocab_size=256,
         hidden_size=64,
@@ -38,7 +37,7 @@ def main(folder: str | None = None) -> Path:
     torch.manual_seed(0)
     model = DeepseekV3ForCausalLM(config).eval()
     compiled = torch.compile(model, backend="moe", options={"moe.inner": "eager"})
-    with torch.no_grad(), moe_compile.debug(folder or tempfile.mkdtemp()) as dump:
+    with torch.no_grad(), moe_compile.debug(folder) as dump:
         compiled(torch.arange(16)[None], use_cache=False)
     assert dump.path is not None
     for file in sorted(dump.path.iterdir()):

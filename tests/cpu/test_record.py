@@ -11,10 +11,15 @@ HEAD = {"date": "2026-12-01", "device": "NVIDIA H200", "versions": {"torch": "2.
 
 
 @pytest.fixture
-def record(tmp_path):
+def module():
     spec = importlib.util.spec_from_file_location("record_of_benchmarks", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def record(module, tmp_path):
     return lambda earlier: module.Record(tmp_path, "h200.json", "made for a test", earlier)
 
 
@@ -53,3 +58,25 @@ def test_a_record_of_another_day_is_left_alone(record, tmp_path):
     made = record({**EARLIER, "date": "2026-11-30"})
     made.add(part(tmp_path / "olmoe_0", [cell("olmoe", 4, {"moe": 7.0})], {}))
     assert [c["T"] for c in json.loads((tmp_path / "h200.json").read_text())["cells"]] == [4]
+
+
+def test_cells_go_on_with_a_record_of_the_same_day_and_keep_the_rest_of_it(module, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    first = module.Cells("training.json", HEAD, "")
+    first.put(check=[{"rms": 1e-3}])
+    first.add(cell("mixtral", 16, {"moe": 9.0, "hf": 9.5}))
+    first.add(cell("qwen3_30b x 4 layers", 1, {"moe": 5.0}))
+    file = tmp_path / "training.json"
+    again = module.Cells("training.json", {**HEAD, "what": "words"}, str(file))
+    assert again.has("mixtral", 16, ["moe"]) and again.has("mixtral", 16, ["moe", "hf"])
+    assert not again.has("mixtral", 16, ["vllm"]) and not again.has("mixtral", 1, ["moe"])
+    again.add(cell("mixtral", 16, {"moe": 8.0}))
+    again.add(cell("mixtral", 4, {"moe": 7.0}), "stages")
+    found = json.loads(file.read_text())
+    assert [(c["geometry"], c["T"], c["us"]) for c in found["cells"]] == [
+        ("qwen3_30b x 4 layers", 1, {"moe": 5.0}), ("mixtral", 16, {"moe": 8.0}),
+    ]  # fmt: skip
+    assert (found["check"], found["what"], len(found["stages"])) == ([{"rms": 1e-3}], "words", 1)
+    assert capsys.readouterr().out == ""
+    other = module.Cells("training.json", {**HEAD, "device": "NVIDIA B200"}, str(file))
+    assert not other.has("mixtral", 16, ["moe"]) and "left alone" in capsys.readouterr().out

@@ -55,15 +55,15 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     """Sort, x into sorted order unless fc1 gathers, fc1, fc2, finalize.
 
     Four warps gather. With tiles of 160 they have few registers and addresses bound them, so that these warps count;
-    with others it is as if all warps addressed.
+    with 128 it is as if all eight of the others addressed, and with 192 no more, though there are twelve.
     """
     size, tall, swap = ELEMENT_BYTES[spec.x], knobs["M"] == 192, knobs["M"] == 160
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=knobs["M"], N=knobs[f"N{i}"], K=64,
-            warps=4 if swap and gathers else 12 if tall else 8, stages=3 if tall else 4, products=2 if tall else 1,
-            part=32 if swap else 64, swap=swap, tma=not gathers, ahead=True, along="depth" if k_major else "columns",
-            dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
+            warps=(4 if swap else 8) if gathers else 12 if tall else 8, stages=3 if tall else 4,
+            products=2 if tall else 1, part=32 if swap else 64, swap=swap, tma=not gathers, ahead=True,
+            along="depth" if k_major else "columns", dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
         )
         for i, columns, depth, matrices, k_major, gathers in (
             (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH", bool(knobs["GATHER"])),

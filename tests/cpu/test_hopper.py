@@ -55,7 +55,7 @@ def test_tiles_of_160_rows_are_for_some_rows_an_expert():
 
 
 def test_prices_choose_the_height_of_tiles():
-    """In each cell measured the cheapest tactic takes little more than the fastest, and least so with 160 rows."""
+    """In each cell measured the cheapest tactic takes little more than the fastest."""
     cells = json.loads((MEASURED / "variants_h200.json").read_text())["swapped"]["cells"]
     chosen = {}
     for cell in (c for c in cells if c["kind"] == "whole"):
@@ -65,10 +65,12 @@ def test_prices_choose_the_height_of_tiles():
         knobs = dict(min(offers, key=lambda o: cost.estimate(o[1], named("H200"), load, T).seconds)[0].knobs)
         name = f"M={knobs['M']}" + (",GATHER=1" if knobs["GATHER"] else "")
         chosen[cell["geometry"], T] = knobs["M"]
-        assert cell["us"][name] < (1.03 if knobs["M"] == 160 else 1.05) * min(cell["us"].values()), (cell, name)
+        assert cell["us"][name] < 1.02 * min(cell["us"].values()), (cell, name)
     for many in [("mixtral", 512), ("mixtral", 1024), ("qwen3_30b", 2048), ("gpt_oss_20b", 1024), ("dsv3", 4096)]:
         assert chosen[many] == 160
-    assert chosen["qwen3_30b", 4096] == 128 and chosen["qwen3next", 8192] == 192
+    for more in [("qwen3_30b", 4096), ("qwen3_30b", 8192), ("olmoe", 4096)]:
+        assert chosen[more] == 128
+    assert chosen["qwen3next", 8192] == 192
 
 
 @pytest.mark.parametrize(

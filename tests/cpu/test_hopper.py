@@ -99,7 +99,7 @@ from moe_compile.kernels import hopper
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.sort import Schedule
 plan = Schedule(torch.zeros(1000, dtype=torch.int32), 20, 64)
-act = epilogue(Activation.parse("swiglu").expr)
+act = epilogue(Activation.parse("swiglu").expr, fast=True)
 x, bias = bf16(32, 256), (bf16(4, 384),)
 for gather, rows, halves, w in [
     (1, 128, "gate_up", bf16(4, 384, 256)), (0, 192, "up_gate_interleaved", bf16(4, 256, 384)),

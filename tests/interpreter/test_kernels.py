@@ -7,7 +7,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moe_compile.activation import Activation, Expr, evaluate, parse_expr, pointwise_table
+from moe_compile.activation import Activation, Expr, activation_names, evaluate, parse_expr, pointwise_table
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.hopper import permute
 from moe_compile.kernels.sort import sort_routes, sort_routes_reference
@@ -27,7 +27,7 @@ def run_epilogue(expr: Expr, gate: torch.Tensor, up: torch.Tensor) -> torch.Tens
     return out
 
 
-POINTS = torch.tensor([0.0, -0.0, 1e-6, -1e-4, 0.1, -0.2, 0.7, -1.0, 2.0, -3.0, 6.5, -7.0, 9.0, 21.0, -40.0])
+POINTS = torch.tensor([0.0, -0.0, 1e-6, -1e-4, 0.124, -0.2, 0.7, -1.0, 2.0, -3.0, 6.5, -7.0, 9.0, 21.0, -40.0])
 
 
 @pytest.mark.parametrize("op", sorted(pointwise_table()))
@@ -38,7 +38,8 @@ def test_every_op_of_the_table(op):
     arity = pointwise_table()[op].arity
     expr = Expr(op, (Expr("gate"), Expr("up"))[:arity])
     got, want = run_epilogue(expr, a, b), evaluate(expr, a.double(), b.double())
-    torch.testing.assert_close(got, want.float(), rtol=2e-5, atol=1e-6, equal_nan=True)
+    far = 2e-5 if op == "pow" else 5e-7  # some ulp; of exp(b log|a|), as many times b log|a|
+    torch.testing.assert_close(got, want.float(), rtol=far, atol=1e-6 if "gelu" in op else 1e-9, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", ["minimum", "maximum", "relu", "silu", "tanh", "sigmoid", "softplus", "gelu", "log1p"])
@@ -53,10 +54,11 @@ def test_nan_propagates(op):
 @pytest.mark.parametrize(
     "text",
     [
-        "swiglu",
-        "geglu_tanh",
-        "relu2",
-        "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))",
+        *activation_names(),
+        "mul(add(minimum(maximum(up,-7),7),1),mul(minimum(gate,7),sigmoid(mul(minimum(gate,7),1.702))))",  # OAI
+        "mul(silu(minimum(gate,7)),minimum(maximum(up,-7),7))",  # clamped
+        "mul(minimum(silu(gate),7),minimum(maximum(up,-7),7))",  # step
+        "mul(mul(mul(4,tanh(div(gate,4))),sigmoid(gate)),mul(20,tanh(div(up,20))))",  # SiTU
         "mul(tanh(mul(0.5,gate)),pow(up,2))",
         "pow(abs(up),1.5)",
         "maximum(up,-inf)",
@@ -105,7 +107,7 @@ def test_sort(sizes, ids, rows, chunks, inverse, narrow, seed):
         patch.setattr("moe_compile.kernels.sort._PATIENCE", 2)
         patch.setattr("moe_compile.kernels.sort._NARROW", 1 << 16 if narrow else 0)
         got, want = sort_routes(given_TK, E, *rows, inverse=inverse), sort_routes_reference(given_TK, E, *rows)
-    assert got.bound == want.bound >= len(want.tiles())
+    assert got.bound == want.bound >= len(want.tiles()) and not got.plan[1]  # which hopper.py counts in
     assert got.tiles().tolist() == want.tiles().tolist()
     placed = int(((given_TK >= 0) & (given_TK < E)).sum())
     assert got.routes()[:placed].tolist() == want.routes()[:placed].tolist()

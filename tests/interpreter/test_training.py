@@ -124,15 +124,18 @@ def test_gradients_are_the_same_whatever_is_kept(halves, keep, columns):
     assert all(map(torch.equal, *found))
 
 
-def test_weights_of_experts_without_routes_are_not_read():
-    spec = spec_of(E=6, bias="both")
+@pytest.mark.parametrize("weight", ["output", "input"])
+def test_weights_of_dropped_routes_and_of_experts_without_any_are_not_read(weight):
+    spec = spec_of(E=6, bias="both", weight=weight)
     x, ids, w, p = draw(spec, 5)
-    ids[ids >= 3] = -1
+    ids[ids >= 3], ids[2] = -1, spec.E
+    w[(ids < 0) | (ids == spec.E)] = float("nan")
     for t in p.tensors():
         t[3:] = float("nan")
     out, kept, order = triton_backward.forward(spec, x, ids, w, p)
     grads = triton_backward.backward(spec, out, x, ids, w, p, kept, [True] * len(leaves_of(x, w, p)), order=order)
     assert all(g.isfinite().all() for g in (out, *grads))
+    assert not out[2].any() and not grads[0][2].any() and not grads[1][w.isnan()].any()
     assert all(not g[3:].any() for g in grads[2:])
 
 

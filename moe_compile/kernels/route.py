@@ -109,9 +109,10 @@ def _route_kernel(
     logits_ptr, bias_ptr, scale_ptr, weights_ptr, ids_ptr, stride_t,
     E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, LATE: tl.constexpr, SCORE_TYPE: tl.constexpr,
     BIAS: tl.constexpr, CHOICE_TYPE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    BY_MAX: tl.constexpr, FILL: tl.constexpr, BY_CHOICE: tl.constexpr, RENORM: tl.constexpr, EPS: tl.constexpr,
-    FACTOR: tl.constexpr, WIDE_TYPE: tl.constexpr, EXPERT_SCALE: tl.constexpr, SCALED_TYPE: tl.constexpr,
-    LANES: tl.constexpr, E_: tl.constexpr, G_: tl.constexpr, S_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    BY_MAX: tl.constexpr, FILL: tl.constexpr, FIRST: tl.constexpr, BY_CHOICE: tl.constexpr, RENORM: tl.constexpr,
+    EPS: tl.constexpr, FACTOR: tl.constexpr, WIDE_TYPE: tl.constexpr, EXPERT_SCALE: tl.constexpr,
+    SCALED_TYPE: tl.constexpr, LANES: tl.constexpr, E_: tl.constexpr, G_: tl.constexpr, S_: tl.constexpr,
+    K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -134,6 +135,8 @@ def _route_kernel(
         c = (c + tl.load(bias_ptr + e, mask=inside, other=0.0).to(tl.float32)).to(CHOICE_TYPE).to(tl.float32)
     if GROUPS > 1:
         c = _group_choice(c, inside, GROUPS, TOP_GROUPS, BY_MAX, FILL, CHOICE_TYPE, G_, S_)
+    if FIRST:
+        c += 0.0  # argmax takes -0 and 0 for equal, topk does not
     keys = tl.where(inside, _keys(c, e), _LEAST)
     k = tl.arange(0, K_)
     chosen_keys = tl.zeros((K_,), tl.int64)
@@ -257,9 +260,9 @@ def _bound(
     experts, groups, size = power_of_2(spec.E), power_of_2(spec.groups), power_of_2(spec.E // spec.groups)
     constants = (
         spec.E, spec.K, spec.score.removeprefix("topk_"), late, _TYPES[score], bias is not None, _TYPES[choice],
-        spec.groups, spec.top_groups, spec.group_score == "max", spec.group_fill, by_choice, spec.renorm, spec.eps,
-        spec.scale, _TYPES[wide], scale is not None, _TYPES[scaled], min(32, experts), experts, groups, size,
-        power_of_2(spec.K),
+        spec.groups, spec.top_groups, spec.group_score == "max", spec.group_fill, spec.ties == "first", by_choice,
+        spec.renorm, spec.eps, spec.scale, _TYPES[wide], scale is not None, _TYPES[scaled], min(32, experts), experts,
+        groups, size, power_of_2(spec.K),
     )  # fmt: skip
     return Bound(_route_kernel, constants, device, warps=1, stages=1)
 

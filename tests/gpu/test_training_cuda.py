@@ -31,7 +31,7 @@ CASES = [
     {"gate_up": Layout(halves="up"), "act": "relu2", "bias": "down"},
     {"weight": "input", "K": 1, "bias": "gate_up"},
     {"H": 1024, "I": 384},
-    {"H": 1024, "I": 384, "gate_up": Layout(halves="up_gate_interleaved"), "x": "f16"},
+    {"H": 2304, "I": 384, "gate_up": Layout(halves="up_gate_interleaved"), "x": "f16"},
 ]
 
 

@@ -270,6 +270,14 @@ def test_a_norm_of_each_experts_output(post):
     assert "norm" in str(TritonDecode().supports(spec, facts(CPU)))
 
 
+def test_sums_of_tokens_wider_than_a_program():
+    y, ids = torch.randn(6, 2100), torch.tensor([[0, 4], [5, 1], [-1, 5]])
+    got, want = (f(y, ids, torch.rand(3, 2, generator=torch.Generator().manual_seed(1)), 5, torch.float32)
+                 for f in (finalize, finalize_reference))  # fmt: skip
+    torch.testing.assert_close(got, want)
+    assert not got[2].any()
+
+
 def test_runs_twice_bitwise():
     spec = spec_of()
     inputs = draw(spec, 3)

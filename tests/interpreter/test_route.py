@@ -70,6 +70,9 @@ def test_of_equal_choices_the_lowest_ids_win(name):
         first = dataclasses.replace(spec, ties="first")
         assert torch.equal(ids, route_reference(first, logits, bias)[1])
         assert torch.equal(ids, route(first, logits, bias)[1])
+        zeros = -torch.zeros_like(logits)
+        zeros[:, 3] = 0.0
+        assert not route(first, zeros)[1].any() and not route_reference(first, zeros)[1].any()
 
 
 @pytest.mark.parametrize("name", [n for n in SPECS if n != "choice"])

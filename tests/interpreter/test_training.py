@@ -241,11 +241,11 @@ def test_sums(tile):
             close(got, outer.route_dots_reference(*arguments, a_experts=of_experts), 1e-5)
 
 
-@pytest.mark.parametrize("drop", [False, True])
-def test_rows_in_sorted_order(drop):
-    ids = torch.randint(-1, 5, (700, 2), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("drop", "T", "H"), [(False, 700, 20), (True, 700, 20), (False, 9, 2100)])
+def test_rows_in_sorted_order(drop, T, H):
+    ids = torch.randint(-1, 5, (T, 2), generator=torch.Generator().manual_seed(0))
     ids = ids.fill_(-1) if drop else ids
-    x = torch.randn(700, 24)[:, :20]
+    x = torch.randn(T, H + 4)[:, :H]
     schedule = sort_routes(ids, 4, 16, inverse=True)
     last = 0 if drop else int(((ids >= 0) & (ids < 4)).sum())
     got = spread.spread(x, ids, schedule, 4)

@@ -20,6 +20,7 @@ import torch
 
 from . import cost
 from .hardware import Device, named
+from .options import one_of
 from .providers import Candidate, Work, providers
 from .spec import ELEMENT_BYTES, ExpertsSpec
 from .standing import loaded
@@ -45,16 +46,20 @@ class Cell:
 
 
 def read(paths: Iterable[str | Path], device: Device) -> list[Cell]:
-    """The cells of measurement files. Keys of `us` that are no candidate of ours (peers) are skipped."""
-    cells = []
+    """The cells of measurement files. Keys of `us` that are no candidate with a price (peers) are skipped; ValueError
+    where a file has no other, or a geometry without a spec."""
+    cells: list[Cell] = []
     for path in paths:
-        data = loaded(Path(path))
+        data, before = loaded(Path(path)), len(cells)
         for row in data["cells"]:
             text = data.get("specs", {}).get(row["geometry"])
+            if not text:
+                one_of(f"{path}: geometry", row["geometry"], tuple(GEOMETRIES))
             spec = ExpertsSpec.parse(text) if text else GEOMETRIES[row["geometry"]]
             found = []
             for text, us in row["us"].items():
-                if text.partition("(")[0] in providers():
+                name = text.partition("(")[0]
+                if name in providers() and providers()[name].priced:
                     candidate = Candidate.parse(text)
                     work = providers()[candidate.provider].work(candidate.tactic, spec, device)
                     found.append((candidate, work, 1e-6 * us))
@@ -66,6 +71,8 @@ def read(paths: Iterable[str | Path], device: Device) -> list[Cell]:
                         candidates=candidates, works=works, seconds=seconds,
                     )
                 )  # fmt: skip
+        if len(cells) == before:
+            raise ValueError(f"{path}: no times of tactics, as `moe-compile bench --tactics N --json` prints them")
     return cells
 
 

@@ -110,21 +110,36 @@ def others(records: Mapping[str, Mapping[str, Any]]) -> list[Goal]:
 
 def loaded(path: Path) -> dict[str, Any]:
     """The record of a benchmark on disk; ValueError where the file is none."""
+    record = _parsed(path)
+    cells = record.get("cells")
+    if not isinstance(cells, list) or not all(map(_is_cell, cells)):
+        raise ValueError(f"{path} is not what `moe-compile bench --json` prints")
+    return record
+
+
+def _parsed(path: Path) -> dict[str, Any]:
+    """The JSON object of a file; empty where it has none."""
     try:
-        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(record["cells"], list):
-            return record
-    except (ValueError, TypeError, KeyError):  # no JSON, no record
-        pass
-    raise ValueError(f"{path} is not what `moe-compile bench --json` prints")
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # UnicodeDecodeError and JSONDecodeError too
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _is_cell(cell: Any) -> bool:
+    if not isinstance(cell, dict) or not isinstance(cell.get("us"), dict):
+        return False
+    numbers = [cell.get("T"), cell.get("limit_us"), *cell["us"].values()]
+    return isinstance(cell.get("geometry"), str) and all(isinstance(n, int | float) and n > 0 for n in numbers)
 
 
 def read(path: Path) -> str:
     """How a record on disk stands, with those beside it: h200.json with sonic_h200.json, training_h200.json and so."""
     beside = {kind: path.with_name(f"{kind}_{path.name}") for kind in ("sonic", "training", "route", "host")}
-    found = {kind: json.loads(p.read_text(encoding="utf-8")) for kind, p in beside.items() if p.exists()}
+    found = {k: loaded(p) if k == "sonic" else _parsed(p) for k, p in beside.items() if p.exists()}
     cells = loaded(path)["cells"]
-    text = [table(cells, found.get("sonic", {}).get("cells", ()))]
+    counted = table(cells, found.get("sonic", {}).get("cells", ()))
+    text = [counted or f"{path}: no cell that a goal counts (a column moe or moe_tuned, of a geometry but tiny)"]
     if found.keys() - {"sonic"}:
         text += ["beside it", *(f"  {goal}" for goal in others(found))]
     return "\n".join(text)

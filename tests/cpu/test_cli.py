@@ -4,12 +4,15 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_compile import bench, cli, demo
 from moe_compile.explain import Report
+
+MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 
 
 def run(capsys, *arguments):
@@ -151,6 +154,7 @@ def test_traceback_on_request():
         (("explain", "{}", "--device", "gpu0"), "gpu0"),
         (("bench", "--read", "{}/config.json"), "config.json is not what `moe-compile bench --json` prints"),
         (("calibrate", "{}/config.json"), "config.json is not what `moe-compile bench --json` prints"),
+        (("calibrate", str(MEASURED / "h200.json")), "h200.json: no times of tactics"),
         (("bench", "--geometry", "tiny", "--only", "moo"), "--only moo: no column of moe, "),
     ],
 )

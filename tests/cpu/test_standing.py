@@ -107,3 +107,25 @@ def test_the_records_beside_a_benchmark_have_goals_of_their_own(tmp_path):
     assert "beside it" in said and "worst qwen3_30b triton_grouped T=16 41.00" in said
     (tmp_path / "alone.json").write_text(json.dumps({"cells": CELLS}))
     assert "beside it" not in read(tmp_path / "alone.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "\xff", '{"cells": 1}', '{"cells": [1]}', '{"cells": [{}]}',
+        json.dumps({"cells": [{"geometry": "olmoe", "T": 1, "us": {"moe": 5.0}}]}),
+        json.dumps({"cells": [{**cell("olmoe", 1, 5, 6), "limit_us": 0}]}),
+        json.dumps({"cells": [cell("olmoe", "1", 5, 6)]}),
+        json.dumps({"cells": [cell("olmoe", 1, None, 6)]}),
+    ],
+)  # fmt: skip
+def test_what_is_no_record_is_said_so(tmp_path, text):
+    (tmp_path / "h200.json").write_text(text, encoding="latin-1")
+    with pytest.raises(ValueError, match=r"h200.json is not what `moe-compile bench --json` prints"):
+        read(tmp_path / "h200.json")
+
+
+def test_a_record_without_our_columns_says_so(tmp_path):
+    (tmp_path / "h200.json").write_text(json.dumps({"cells": [{**CELLS[0], "us": {"vllm": 5.0}}]}))
+    (tmp_path / "training_h200.json").write_text("cut sho")
+    assert "no cell that a goal counts" in read(tmp_path / "h200.json")

@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import moe_compile.ops  # noqa: F401  the operator
 from moe_compile.hardware import facts
 from moe_compile.kernels.launch import compiling
+from moe_compile.kernels.launches import Address, Given, one_by_one, together
 from moe_compile.operands import ExpertWeights
 from moe_compile.providers import Candidate, Plan, launcher, providers
 from moe_compile.spec import ExpertsSpec
@@ -84,6 +85,12 @@ def parts(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, tuple[float, float]]
     made = _nothing[(1, 1)](x, x, 5, 3)
     stream, address = torch.cuda.current_stream().cuda_stream, x.data_ptr()
     launch = (1, 1, 1, stream, made.function, made.packed_metadata, None, None, None, address, address, 5, 3)
+    types = tuple(made.src.signature.values())
+    arguments = (Address(0, 0), Address(0, 0), 5, 3)
+    four = [Given(made.run, made.function, made.packed_metadata, types, (1, 1), arguments)] * 4
+    ways = {n: together(four[:n], 1, None) for n in (0, 1, 4)}
+    apart, empty = one_by_one(four, 1), torch._C._dynamo.guards._empty_strided_cuda
+    alloc, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
     with torch.no_grad():
         return {
             "torch.empty": host(lambda: torch.empty((1, spec.H), dtype=x.dtype, device=GPU), 100),
@@ -91,6 +98,12 @@ def parts(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, tuple[float, float]]
             "an operator that does nothing": host(lambda: passes(*operands), 100),
             "a launch by kernel[grid]": host(lambda: _nothing[(1, 1)](x, x, 5, 3), 50),
             "a launch by Triton's launcher": host(lambda: made.run(*launch), 50),
+            **{f"{n} launches by launches.c": host(lambda w=w: w([address], stream), 50) for n, w in ways.items() if w},
+            "4 launches one by one": host(lambda: apart([address], stream), 50),
+            "an output": host(lambda: empty((1, spec.H), (spec.H, 1), x.dtype), 100),
+            "scratch memory": host(lambda: free(alloc(1 << 20, stream)), 100),
+            "the current stream": host(lambda: torch._C._cuda_getCurrentRawStream(0), 100),
+            "an address": host(x.data_ptr, 100),
         }
 
 

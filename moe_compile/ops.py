@@ -143,7 +143,7 @@ def _experts_by_grad(keys: Any, *operands: Any) -> Tensor:
     """`experts` under autograd: experts_training where a gradient is wanted."""
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
         return _training_by_grad(keys, *operands)[0]
-    found: Tensor = _below_autograd(keys, _experts, torch.ops.moe_compile.experts.default, operands)
+    found: Tensor = _below_autograd(keys, _experts, "experts", operands)
     return found
 
 
@@ -157,12 +157,14 @@ def _training_by_grad(keys: Any, *operands: Any) -> tuple[Tensor, Tensor, Tensor
     return found
 
 
-def _below_autograd(keys: Any, function: Any, op: Any, operands: tuple[Any, ...]) -> Any:
-    """`op`, whose kernel for any device is `function`."""
+def _below_autograd(keys: Any, function: Any, name: str, operands: tuple[Any, ...]) -> Any:
+    """The operator of that name, whose kernel for any device is `function`."""
     if keys.raw_repr() & _BELOW in _PLAIN:  # tensors of a device, no mode: a second pass through the dispatcher is 5 us
         return function(*operands)
     with torch._C._AutoDispatchBelowAutograd():
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
+        return getattr(torch.ops.moe_compile, name).default.redispatch(
+            keys & torch._C._after_autograd_keyset, *operands
+        )
 
 
 class _Training(torch.autograd.Function):
@@ -173,8 +175,7 @@ class _Training(torch.autograd.Function):
     def forward(ctx: Any, keys: Any, spec: str, plan: str, lengths: list[int], *tensors: Any) -> Any:
         hidden, ids, weights, post_scale, *rest = tensors
         operands: tuple[Any, ...] = (hidden, ids, weights, *_split(rest, lengths), post_scale, spec, plan)
-        op = torch.ops.moe_compile.experts_training.default
-        out, kept, order = _below_autograd(keys, _experts_training, op, operands)
+        out, kept, order = _below_autograd(keys, _experts_training, "experts_training", operands)
         call = _call(spec, plan, hidden.device)
         trains = call.trains(ExpertWeights.of(call.spec, *operands[3:-2]))
         ctx.spec, ctx.plan, ctx.lengths = spec, plan, lengths

@@ -39,9 +39,10 @@ _thread = _Thread()
 
 
 class Launched(NamedTuple):
-    """A launch that a Bound made: Triton's launcher, function and metadata (None: not kept), and all it was given."""
+    """A launch that a Bound made: Triton's launcher, function and metadata, and the types of all parameters (None: not
+    kept); and all it was given."""
 
-    compiled: tuple[Any, Any, Any] | None
+    compiled: tuple[Any, Any, Any, tuple[Any, ...]] | None
     grid: tuple[int, int]
     arguments: tuple[Any, ...]
     free: tuple[int, ...]
@@ -96,7 +97,7 @@ class Bound:
             self._compile(found, grid, arguments, free)
         elif not _thread.compile_only:  # what it would read may come from a kernel that has only been compiled
             stream = torch._C._cuda_getCurrentRawStream(self.index)
-            run, function, metadata = known  # and no launch metadata, no profiler's hooks
+            run, function, metadata, _ = known  # and no launch metadata, no profiler's hooks
             run(*grid, 1, stream, function, metadata, None, None, None, *values, *free, *self.constants)
         if _thread.notes is not None:
             _thread.notes.append(Launched(self.compiled.get(found), grid, arguments, free, self.constants))
@@ -108,7 +109,8 @@ class Bound:
             return
         made = self.kernel[grid](*arguments, *free, *self.constants, **self.options)
         if isinstance(self.kernel, triton.JITFunction):
-            self.compiled[key] = (made.run, made.function, made.packed_metadata)
+            types = tuple(made.src.signature.values())
+            self.compiled[key] = (made.run, made.function, made.packed_metadata, types)
 
 
 _bound: dict[tuple[Any, ...], Bound] = {}

@@ -15,13 +15,11 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
-from itertools import count
+from functools import reduce
 from operator import itemgetter, or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,9 +28,10 @@ from ..operands import ExpertWeights
 from ..verdict import Reject
 from . import launch
 from .launch import Launched
+from .launches import Address, Given, Map, one_by_one, together
 from .listed import Table, base
 from .tensor_maps import TensorMaps, maps_of, without_encoding
-from .zeroed import zeroed
+from .zeroed import Zeroed, zeroed
 
 Launcher = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, ExpertWeights], torch.Tensor]
 _ALIGNED = 256  # bytes, of a buffer in the scratch
@@ -77,7 +76,9 @@ def recorded(run: Launcher) -> Launcher:
         x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
     ) -> torch.Tensor:
         operands = [x_TH, ids_TK, *packed.gate_up, packed.down, *packed.gate_up_bias]
-        operands += [t for t in (weights_TK, packed.down_bias, packed.post_scale) if t is not None]
+        for t in (weights_TK, packed.down_bias, packed.post_scale):
+            if t is not None:
+                operands.append(t)
         kind: tuple[Any, ...] = (x_TH.shape[0], ids_TK.dtype)
         if type(packed.down) is Table:
             kind += tuple((t.strides, t.multiple) for t in operands if type(t) is Table)
@@ -133,9 +134,8 @@ class _Unknown(Exception):
 class Tape:
     """The launches of one kind of call.
 
-    A replay makes one list of values: the addresses of operands, outputs and buffers, those within them that kernels
-    are given, the tensor maps, the stream, its zeroed words where a kernel takes them, and what never changes. Each
-    launch picks what it is given from that list.
+    A replay makes one list of values: the addresses of operands, outputs, scratch memory and zeroed words, and tensor
+    maps. What a launch is given is told by places in that list (launches.py). together: why not by the driver, if so.
     """
 
     def __init__(
@@ -146,47 +146,44 @@ class Tape:
         outs = [out] if self.alone else list(out)
         taken = {t.data_ptr() for t in outs}
         buffers = [t for t in allocated if t.data_ptr() not in taken]
-        every = [*operands, *outs, *buffers]
-        where = _Places(every)
+        where, start = _Places([*operands, *outs, *buffers]), len(operands) + len(outs)
         if len(buffers) + len(outs) != len(allocated) or not all(map(torch.Tensor.is_contiguous, outs)):
             raise _Unknown("where an output comes from")
-        self.outs, self.index = [(tuple(t.shape), t.stride(), t.dtype) for t in outs], outs[0].device.index
+        device = outs[0].device
+        self.outs, self.index = [(tuple(t.shape), t.stride(), t.dtype) for t in outs], device.index
         # as Inductor's own code allocates: 2 us, torch.empty 4 (H200 machine, 2026-11-30)
-        self.empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{outs[0].device.type}")
-        parts = [_taken_apart(each) for each in launched]
-        self.constants = [value for _, arguments in parts for kind, value in arguments if kind == "constant"]
-        self.maps: list[tuple[int, TensorMaps]] = []  # those of the address at each index
-        uses: list[list[int]] = [[] for _ in every]  # the launches that each tensor is given to
+        self.empty = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+        parts = [_taken_apart(each, zeroed(device)) for each in launched]
+        uses: list[list[int]] = [[] for _ in where.starts]  # the launches that each tensor is given to
         for step, (_, arguments) in enumerate(parts):
-            for kind, value in arguments:
-                if kind in ("tensor", "map"):
-                    tensor, maps = value if kind == "map" else (value, None)
-                    at = where(tensor)
-                    uses[where.tensor(at)].append(step)
-                    if maps and (at, maps) not in self.maps:
-                        self.maps.append((at, maps))
-        self.within = where.within
-        first, stream = len(operands), len(every) + len(self.within) + len(self.maps)
-        self.words = zeroed(outs[0].device) if any(kind == "words" for _, given in parts for kind, _ in given) else None
-        if launched and any(t.numel() and not used for t, used in zip(outs, uses[first:])):
+            for a in arguments:
+                if isinstance(a, (torch.Tensor, _Mapped)):
+                    uses[where(a)[0]].append(step)
+        if launched and any(t.numel() and not used for t, used in zip(outs, uses[len(operands) :])):
             raise _Unknown("what writes an output")
-        next_constant = count(stream + (1 if self.words is None else 2))
+        offsets, self.bytes = placed([t.numel() * t.element_size() for t in buffers], uses[start:])
+        self.words = zeroed(device) if any(a is _WORDS for _, arguments in parts for a in arguments) else None
+        self.maps: list[tuple[int, int, TensorMaps]] = []  # those of values[at] + offset
+        first_map = start + (1 if self.words is None else 2)
 
-        def index(kind: str, value: Any) -> int:
-            """Of an argument in a replay's list of values."""
-            if kind == "stream":
-                return stream
-            if kind == "words":
-                return stream + 1
-            if kind == "constant":
-                return next(next_constant)
-            if kind == "tensor":
-                return where(value)
-            return len(every) + len(self.within) + self.maps.index((where(value[0]), value[1]))
+        def place(a: Any) -> Any:
+            """An argument by its place among a replay's values; a constant is itself."""
+            if a is _WORDS:
+                return Address(start + 1, 0)
+            if not isinstance(a, (torch.Tensor, _Mapped)):
+                return a
+            at, within = where(a)
+            address = Address(at, within) if at < start else Address(start, offsets[at - start] + within)
+            if isinstance(a, torch.Tensor):
+                return address
+            if (*address, a.maps) not in self.maps:
+                self.maps.append((*address, a.maps))
+            return Map(first_map + self.maps.index((*address, a.maps)))
 
-        self.launches = [(run, itemgetter(*(index(*a) for a in arguments))) for run, arguments in parts]
-        sizes = [t.numel() * t.element_size() for t in buffers]
-        self.offsets, self.bytes = placed(sizes, uses[first + len(outs) :])
+        given = [each._replace(arguments=tuple(map(place, arguments))) for each, arguments in parts]
+        values = first_map + len(self.maps)
+        self.together = together(given, values, self.maps[0][-1].type if self.maps else None)
+        self.launch = one_by_one(given, values) if isinstance(self.together, Reject) else self.together
 
     def __call__(self, addresses: list[int]) -> Any:
         """The outputs. `addresses` is the caller's no more."""
@@ -197,20 +194,26 @@ class Tape:
         try:
             values: list[Any] = addresses
             values += [t.data_ptr() for t in outs]
-            values += [start + offset for offset in self.offsets]
-            values += [values[at] + offset for at, offset in self.within]
-            for at, maps in self.maps:
-                values.append(maps(values[at]))
-            values.append(stream)
+            values.append(start)
             if self.words is not None:
                 words = self.words(stream)
                 values.append(words.data_ptr())
-            values += self.constants
-            for run, pick in self.launches:
-                run(*pick(values))
+            for at, offset, maps in self.maps:
+                values.append(maps(values[at] + offset))
+            self.launch(values, stream)
         finally:
             torch._C._cuda_cudaCachingAllocator_raw_delete(start)
         return outs[0] if self.alone else outs
+
+
+class _Mapped(NamedTuple):
+    """What a kernel is given for a descriptor of a tensor: one of its maps."""
+
+    tensor: torch.Tensor
+    maps: TensorMaps
+
+
+_WORDS = object()  # stands for the zeroed words
 
 
 class _Places:
@@ -221,24 +224,16 @@ class _Places:
         if len(set(self.starts)) < len(every):
             raise _Unknown("two tensors at one address")
         self.ends = [start + _extent(t) if t.numel() else start for start, t in zip(self.starts, every)]
-        self.within: list[tuple[int, int]] = []  # (index, bytes from there on) of those that begin after a known one
 
-    def __call__(self, tensor: torch.Tensor) -> int:
-        """The index of its address among those of the known tensors, and of `within` after them."""
-        address = tensor.data_ptr()
+    def __call__(self, tensor: torch.Tensor | _Mapped) -> tuple[int, int]:
+        """(the known tensor's index, bytes from its start on)."""
+        address = (tensor.tensor if isinstance(tensor, _Mapped) else tensor).data_ptr()
         if address in self.starts:
-            return self.starts.index(address)
+            return self.starts.index(address), 0
         around = [i for i, (start, end) in enumerate(zip(self.starts, self.ends)) if start < address < end]
         if len(around) != 1:
             raise _Unknown("an argument that is no operand and was not allocated")
-        place = (around[0], address - self.starts[around[0]])
-        if place not in self.within:
-            self.within.append(place)
-        return len(self.starts) + self.within.index(place)
-
-    def tensor(self, index: int) -> int:
-        """The known tensor that an index is of."""
-        return index if index < len(self.starts) else self.within[index - len(self.starts)][0]
+        return around[0], address - self.starts[around[0]]
 
 
 def _extent(t: torch.Tensor) -> int:
@@ -246,12 +241,11 @@ def _extent(t: torch.Tensor) -> int:
     return (1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))) * t.element_size()
 
 
-def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
-    """Triton's launcher and what it takes, each ("tensor", t), ("map", (t, its maps)), ("stream", _), ("words", _) or
-    ("constant", value)."""
+def _taken_apart(launched: Launched, words: Zeroed) -> tuple[Given, list[Any]]:
+    """A launch, but for its arguments; and those, each a tensor, _Mapped, _WORDS or a constant."""
     if launched.compiled is None:
         raise _Unknown("a kernel that is not kept compiled")
-    run, function, metadata = launched.compiled
+    run, function, metadata, types = launched.compiled
     known: tuple[Any, ...] = ()  # of each descriptor
     if any(not isinstance(a, (int, torch.Tensor)) for a in launched.arguments):
         try:
@@ -259,44 +253,17 @@ def _taken_apart(launched: Launched) -> tuple[Any, list[tuple[str, Any]]]:
         except LookupError as where:
             raise _Unknown(f"the tensor maps: {where}") from None
     metas = iter(known)
-
-    def constants(*values: Any) -> list[tuple[str, Any]]:
-        return [("constant", v) for v in values]
-
-    taken = [*constants(*launched.grid, 1), ("stream", None), *constants(function, metadata, None, None, None)]
+    arguments: list[Any] = []
     for a in launched.arguments:
         if isinstance(a, int):
-            taken += constants(a)
+            arguments.append(a)
         elif isinstance(a, torch.Tensor):
-            taken.append(("words", None) if zeroed(a.device).owns(a) else ("tensor", a))
+            arguments.append(_WORDS if words.owns(a) else a)
         else:
             maps = maps_of(a, next(metas))
-            taken += [("map", (a.base, maps)), *constants(*maps.rest)]
-    taken += constants(*launched.free, *launched.constants)
-    call, order = _passed_on(run, len(taken))
-    return call, [("constant", a) if i is None else taken[i] for i, a in order]
-
-
-@lru_cache(1024)
-def _passed_on(run: Any, number: int) -> tuple[Any, list[tuple[int | None, Any]]]:
-    """What Triton's launcher calls for a number of arguments, where all it does is to pass them on, which saves a
-    microsecond a launch. And with what: the argument of an index, or (None, another value).
-
-    It would allocate scratch memory that a kernel asks for; ours ask for none. (triton 3.6 passes on arguments one by
-    one, 3.9 in a tuple: there the launcher itself is called.)
-    """
-    itself: list[tuple[int | None, Any]] = [(i, None) for i in range(number)]
-    if any(getattr(run, f"{kind}_scratch_size", 1) for kind in ("global", "profile")):
-        return run, itself
-    passed: list[Any] = []
-    marks = [object() for _ in range(number)]
-    probe = copy.copy(run)
-    probe.launch = lambda *arguments: passed.extend(arguments)
-    probe(*marks)
-    index = {id(mark): i for i, mark in enumerate(marks)}
-    if not index.keys() <= set(map(id, passed)):
-        return run, itself
-    return run.launch, [(index[id(a)], None) if id(a) in index else (None, a) for a in passed]
+            arguments += [_Mapped(a.base, maps), *maps.rest]
+    given = Given(run, function, metadata, types, launched.grid, ())
+    return given, [*arguments, *launched.free, *launched.constants]
 
 
 def placed(sizes: Sequence[int], uses: Sequence[Sequence[int]]) -> tuple[list[int], int]:

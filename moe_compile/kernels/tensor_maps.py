@@ -17,12 +17,13 @@ _MOST = 2048  # shapes, and maps of a shape
 class TensorMaps:
     """The tensor maps of descriptors that differ in their address only; kept, since they hold nothing else.
 
-    rest: the descriptor's shape and strides, which a kernel takes after the map.
+    type: of the maps. rest: the descriptor's shape and strides, which a kernel takes after the map.
     """
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
         self.descriptor, self.meta = copy.copy(descriptor), meta
-        self.rest = _encode(descriptor, meta)[1:]
+        encoded = _encode(descriptor, meta)
+        self.type, self.rest = type(encoded[0]), encoded[1:]
         self.descriptor.base = None  # no tensor is kept
         self.made: dict[int, Any] = {}
 

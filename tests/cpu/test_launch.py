@@ -28,7 +28,7 @@ class Kernel:
 def test_nothing_runs_while_kernels_are_compiled() -> None:
     kernel = Kernel()
     bound = Bound(kernel, (), torch.device("cpu"))
-    bound.compiled[(7,)] = (lambda *arguments: pytest.fail("a kernel ran"), None, None)
+    bound.compiled[(7,)] = (lambda *arguments: pytest.fail("a kernel ran"), None, None, ())
     with ThreadPoolExecutor(1) as pool, compiling(pool):
         bound((1, 1), (7,))
         bound((1, 1), (8,))

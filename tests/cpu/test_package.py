@@ -99,6 +99,12 @@ def test_files_are_short_and_say_what_they_are(path):
     assert text.count("\n") <= 400  # the aim is 300; past 400 it is two things
 
 
+def test_a_wheel_has_what_is_no_code_of_python():
+    listed = re.search(r"^moe_compile = (\[.*\])$", (PACKAGE.parent / "pyproject.toml").read_text(), re.MULTILINE)
+    others = [p for p in PACKAGE.rglob("*") if p.is_file() and p.suffix not in (".py", ".pyc")]
+    assert sorted(str(p.relative_to(PACKAGE)) for p in others) == sorted(json.loads(listed[1]))
+
+
 def test_only_options_reads_the_environment():
     readers = [p.name for p in FILES if "os.environ" in p.read_text() or "getenv" in p.read_text()]
     assert readers == ["options.py"]

@@ -65,7 +65,7 @@ class Adding(Bound):
         at(out, n)[:] = at(a, n) + at(b, n)
 
     def _compile(self, key: Any, grid: Any, arguments: Any, free: Any) -> None:
-        self.compiled[key] = (self.run, "function", "metadata")
+        self.compiled[key] = (self.run, "function", "metadata", ())
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         self.run(*grid, 1, STREAM, "function", "metadata", None, None, None, *addresses, *free, *self.constants)
 
@@ -223,7 +223,7 @@ def test_zeroed_words_are_those_of_the_calls_stream(monkeypatch):
             given.append(arguments[10])
 
         def _compile(self, key: Any, grid: Any, arguments: Any, free: Any) -> None:
-            self.compiled[key] = (self.run, "function", "metadata")
+            self.compiled[key] = (self.run, "function", "metadata", ())
 
     kernel = Counting(None, (), torch.device("cpu"))
 
@@ -329,13 +329,23 @@ class Described:
         self.launch(arguments)
 
 
+class Elsewhere:
+    """A launcher that encodes descriptors where nobody knows."""
+
+    def __init__(self, given: list[Any]) -> None:
+        self.launch = lambda *arguments: given.append(arguments)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.launch(*arguments)
+
+
 def describing(compiled: Any) -> Any:
     """A launcher of one kernel, which takes a descriptor of `down` and the output."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     class Bare(Bound):
         def _compile(self, key: Any, grid: Any, arguments: Any, free: Any) -> None:
-            self.compiled[key] = (compiled, "function", "metadata")
+            self.compiled[key] = (compiled, "function", "metadata", ())
 
     bound = Bare(None, (), torch.device("cpu"))
 
@@ -351,7 +361,7 @@ def describing(compiled: Any) -> Any:
 
 def test_descriptors_that_triton_encodes_elsewhere_are_not_replayed():
     given: list[Any] = []
-    run = tape.recorded(program := describing(Passing(lambda *a: given.append(a), together=False, scratch=0)))
+    run = tape.recorded(program := describing(Elsewhere(given)))
     x, ids, w, _ = inputs()
     for calls in (1, 2):
         run(x, ids, w, ExpertWeights(gate_up=(torch.randn(2),), down=torch.randn(32, 16)))
@@ -379,28 +389,3 @@ def test_tensor_maps_are_kept_by_address(monkeypatch):
     pairs = list(zip((*addresses, *addresses), outs))[1:]  # the first call was recorded
     assert [g[9:15] for g in given] == [(("map of", a), 32, 16, 16, 1, out) for a, out in pairs]
     assert sorted(encoded) == sorted([*addresses, addresses[0]])  # the first also while it was recorded
-
-
-class Passing:
-    """Triton's launcher: as 3.6 passes arguments on, or as 3.9 does (together)."""
-
-    def __init__(self, launch: Any, *, together: bool, scratch: int) -> None:
-        self.launch, self.together = launch, together
-        self.global_scratch_size, self.profile_scratch_size = scratch, 0
-        self.calls = 0
-
-    def __call__(self, x: Any, y: Any, z: Any, stream: Any, function: Any, *rest: Any) -> None:
-        self.calls += 1
-        head = (x, y, z, stream, function, "cooperative", "scratch")
-        self.launch(*head, rest) if self.together else self.launch(*head, *rest)
-
-
-@pytest.mark.parametrize(("together", "scratch", "direct"), [(0, 0, True), (1, 0, False), (0, 64, False)])
-def test_what_triton_only_passes_on_is_called_directly(together, scratch, direct):
-    launcher = Passing(launch := lambda *a: None, together=bool(together), scratch=scratch)
-    found, order = tape._passed_on(launcher, 7)
-    want: list[Any] = [(i, None) for i in range(7)]
-    if direct:
-        want[5:5] = [(None, "cooperative"), (None, "scratch")]
-    assert (found, order) == (launch if direct else launcher, want)
-    assert launcher.calls == 0

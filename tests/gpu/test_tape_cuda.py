@@ -9,7 +9,7 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 pytest.importorskip("triton")
 
-from moe_compile import ops  # noqa: E402, F401
+from moe_compile import ops  # noqa: E402
 from moe_compile.hardware import facts  # noqa: E402
 from moe_compile.kernels import tape  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
@@ -17,6 +17,7 @@ from moe_compile.providers import Candidate, Plan, launcher, providers  # noqa: 
 from moe_compile.providers.base import Tactic  # noqa: E402
 from moe_compile.spec import ExpertsSpec  # noqa: E402
 from moe_compile.suite import SWIGLU, tokens_of, weights_of  # noqa: E402
+from moe_compile.verdict import Reject  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 SPEC = ExpertsSpec(E=8, K=2, H=256, I=192, act=SWIGLU)
@@ -28,6 +29,7 @@ TACTICS = [
 ]
 CANDIDATES = [Candidate(provider=name, tactic=Tactic.parse(text)) for name, text in TACTICS]
 each = pytest.mark.parametrize("candidate", CANDIDATES, ids=str)
+TOGETHER, ONE_BY_ONE = "together", "one by one"
 
 
 @pytest.fixture(autouse=True)
@@ -36,18 +38,31 @@ def _hopper(candidate):
         pytest.skip("these tactics want compute capability 9.0")
 
 
+@pytest.fixture(autouse=True, params=[TOGETHER, ONE_BY_ONE])
+def way(request, monkeypatch):
+    """How replays launch."""
+    launcher.cache_clear()
+    ops._call.cache_clear()
+    if request.param == ONE_BY_ONE:
+        monkeypatch.setattr(tape, "together", lambda *_: Reject("not in this test"))
+    yield request.param
+    launcher.cache_clear()
+    ops._call.cache_clear()
+
+
 def written(candidate: Candidate, *inputs) -> torch.Tensor:
     """The call as written, by a launcher that has recorded nothing."""
     return providers()[candidate.provider].build(candidate.tactic, SPEC, GPU)(*inputs)
 
 
 @pytest.fixture
-def replays(monkeypatch):
-    """How many calls were replayed."""
+def replays(monkeypatch, way):
+    """The tapes that were replayed, once for each call."""
     counted = []
     replay = tape.Tape.__call__
-    monkeypatch.setattr(tape.Tape, "__call__", lambda *a: counted.append(1) or replay(*a))
-    return counted
+    monkeypatch.setattr(tape.Tape, "__call__", lambda *a: counted.append(a[0]) or replay(*a))
+    yield counted
+    assert {str(t.together) for t in counted if isinstance(t.together, Reject) == (way == TOGETHER)} == set()
 
 
 @each
@@ -99,7 +114,17 @@ def test_streams_and_threads(candidate, replays):
 
 
 @each
-def test_a_graph_reads_what_lies_there_when_it_is_replayed(candidate):
+def test_a_thread_that_has_not_used_the_device(candidate, replays):
+    """torch binds a thread to the device's context when it first needs one, which a replay may come before."""
+    run, p, inputs = launcher(candidate, SPEC, GPU), weights_of(SPEC, GPU), tokens_of(SPEC, 300, GPU)
+    want = run(*inputs, p)
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(run, *inputs, p).result(), want)
+    assert len(replays) == 1
+
+
+@each
+def test_a_graph_reads_what_lies_there_when_it_is_replayed(candidate, replays):
     run, p = launcher(candidate, SPEC, GPU), weights_of(SPEC, GPU)
     first, second = tokens_of(SPEC, 300, GPU, seed=1), tokens_of(SPEC, 300, GPU, seed=2)
     static = [t.clone() for t in first]
@@ -112,6 +137,7 @@ def test_a_graph_reads_what_lies_there_when_it_is_replayed(candidate):
             t.copy_(new)
         graph.replay()
         assert torch.equal(out, written(candidate, *inputs, p))
+    assert len(replays) == 1
 
 
 @each

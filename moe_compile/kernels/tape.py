@@ -135,7 +135,8 @@ class Tape:
     """The launches of one kind of call.
 
     A replay makes one list of values: the addresses of operands, outputs, scratch memory and zeroed words, and tensor
-    maps. What a launch is given is told by places in that list (launches.py). together: why not by the driver, if so.
+    maps. What a launch is given is told by places in that list (launches.py). together: all launches by one call, or
+    why not.
     """
 
     def __init__(

@@ -6,10 +6,14 @@ and says nothing but address, shape, strides and box.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import inspect
 from functools import lru_cache
 from typing import Any
+
+from . import launches
 
 _MOST = 2048  # shapes, and maps of a shape
 
@@ -23,7 +27,7 @@ class TensorMaps:
     def __init__(self, descriptor: Any, meta: Any) -> None:
         self.descriptor, self.meta = copy.copy(descriptor), meta
         encoded = _encode(descriptor, meta)
-        self.type, self.rest = type(encoded[0]), encoded[1:]
+        self.type, self.rest, self.context = type(encoded[0]), encoded[1:], _Context()
         self.descriptor.base = None  # no tensor is kept
         self.made: dict[int, Any] = {}
 
@@ -34,8 +38,25 @@ class TensorMaps:
                 self.made = {}
             descriptor = copy.copy(self.descriptor)
             descriptor.base = _At(address)
+            self.context.bind()
             found = self.made[address] = _encode(descriptor, self.meta)[0]
         return found
+
+
+class _Context:
+    """The driver's context of this thread, for one that has none: there the driver encodes nothing, and torch gives it
+    one when it first needs it, which no allocation does that torch's cache serves."""
+
+    def __init__(self) -> None:
+        self.known, self.driver = ctypes.c_void_p(), None
+        with contextlib.suppress(OSError):  # no driver, no contexts
+            self.driver = ctypes.CDLL(launches.DRIVER)
+            self.driver.cuCtxGetCurrent(ctypes.byref(self.known))
+
+    def bind(self) -> None:
+        current = ctypes.c_void_p()
+        if self.driver and self.driver.cuCtxGetCurrent(ctypes.byref(current)) == 0 and not current:
+            self.driver.cuCtxSetCurrent(self.known)
 
 
 class _At:

@@ -28,7 +28,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.backends.nvidia.driver import include_dirs
 
-from moe_compile.kernels import launches, tape
+from moe_compile.kernels import launches, tape, tensor_maps
 from moe_compile.kernels.launch import Bound
 from moe_compile.kernels.launches import Address, Given, Map
 from moe_compile.kernels.zeroed import zeroed
@@ -380,6 +380,26 @@ def test_python_runs_on_while_the_driver_waits(driver):
     ctypes.c_int.in_dll(driver, "go_on").value = 1
     thread.join()
     assert len(recorded(driver)) == 1
+
+
+def test_maps_are_encoded_in_the_devices_context(driver, monkeypatch):
+    """A thread that has used no device yet has none."""
+
+    class Descriptor:
+        shape, strides, padding, base = [16, 16], [16, 1], "zero", torch.zeros(16, 16)
+
+    def context() -> int | None:
+        found = ctypes.c_void_p()
+        driver.cuCtxGetCurrent(ctypes.byref(found))
+        return found.value
+
+    monkeypatch.setattr(tensor_maps, "_encode", lambda *_: [context(), 16, 16, 16, 1])
+    maps = tensor_maps.TensorMaps(Descriptor(), {})
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(context).result() is None
+        assert pool.submit(maps, 4096).result() == CONTEXT
+        driver.cuCtxSetCurrent(ctypes.c_void_p(CONTEXT + 1))
+        assert maps(8192) == CONTEXT + 1
 
 
 def test_without_a_context_nothing_is_made(driver):

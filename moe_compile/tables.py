@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from . import journal
 from .providers.base import Plan
@@ -57,10 +58,8 @@ def bucket_rows(buckets: Sequence[journal.Bucket]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [
         ("tokens", "us", "limit", "of limit", "set by", "experts", "fill", "waves", "runner-up")
     ]
-    runs: dict[str, journal.Bucket] = {}
-    for bucket in buckets:
-        runs[bucket.chosen] = bucket
-    for chosen, bucket in runs.items():
+    for chosen, run in groupby(buckets, key=lambda b: b.chosen):
+        *_, bucket = run
         mine = next((o for o in bucket.offers if o.candidate == chosen), None)
         if mine is None:
             continue

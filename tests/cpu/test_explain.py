@@ -220,12 +220,14 @@ def test_buckets_that_chose_alike_are_one_row_with_the_runner_up():
         [
             bucket(1, narrow, (narrow, 12e-6), ("aten", 24e-6), bound=1),
             bucket(2, narrow, (narrow, 20e-6), ("aten", 25e-6), bound=2, fill=0.125, waves=1.5),
-            bucket(8, wide, (wide, 40e-6), (narrow, 44e-6), fill=0.5, waves=3.0),
+            bucket(4, wide, (wide, 40e-6), (narrow, 44e-6), bound=4, fill=0.5, waves=3.0),
+            bucket(8, narrow, (narrow, 50e-6), fill=0.25, waves=4.0),  # again: a run of its own
         ]
     )
     assert rows[1:] == [
         ("2", "20.0", "10.0", "50%", "memory", "8", "12%", "1.5", "aten, 1.25 x"),
-        ("8", "40.0", "10.0", "25%", "memory", "8", "50%", "3.0", "M=16, 1.10 x"),
+        ("4", "40.0", "10.0", "25%", "memory", "8", "50%", "3.0", "M=16, 1.10 x"),
+        ("8", "50.0", "10.0", "20%", "memory", "8", "25%", "4.0", "none"),
     ]
 
 

@@ -176,12 +176,11 @@ class _Training(torch.autograd.Function):
         hidden, ids, weights, post_scale, *rest = tensors
         operands: tuple[Any, ...] = (hidden, ids, weights, *_split(rest, lengths), post_scale, spec, plan)
         out, kept, order = _below_autograd(keys, _experts_training, "experts_training", operands)
-        call = _call(spec, plan, hidden.device)
-        trains = call.trains(ExpertWeights.of(call.spec, *operands[3:-2]))
         ctx.spec, ctx.plan, ctx.lengths = spec, plan, lengths
         ctx.mark_non_differentiable(kept, order)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, ids, weights, post_scale, *((kept, order) if trains else (None, None)), *rest)
+        held = (kept, order) if order.numel() else (None, None)  # the order of no route has numbers, too
+        ctx.save_for_backward(hidden, ids, weights, post_scale, *held, *rest)
         return out, kept, order
 
     @staticmethod

@@ -317,6 +317,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     from .options import Options
     from .providers import providers
+    from .tables import count
 
     def installed(package: str) -> str:
         try:
@@ -326,7 +327,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     packages = ("moe_compile", "torch", "triton", "transformers", "flashinfer-python", "sympy")
     registered = [e.value for e in entry_points(group="torch_dynamo_backends") if e.name == "moe"]
-    devices = [f"cpu ({torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({count(torch.get_num_threads(), 'thread')})"]
     for i in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(i)
         devices.append(f"cuda:{i} ({facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB)")

@@ -61,12 +61,13 @@ def _us(value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """A cache folder's contents; `full` prints every bucket and trial."""
+    """A cache folder's contents; `full` prints every bucket and trial. beside: comparisons with blocks' own nodes."""
 
     folder: str
     held: tuple[Held, ...]
     problems: tuple[str, ...]
     full: bool = False
+    beside: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         found = [
@@ -82,7 +83,8 @@ class Inventory:
 
     def __str__(self) -> str:
         count = sum(len(h.entries) for h in self.held)
-        lines = [f"{self.folder}: {count} results"]
+        beside = f", {self.beside} of them beside a block's own nodes" if self.beside else ""
+        lines = [f"{self.folder}: {count + self.beside} results{beside}"]
         for h in self.held:
             lines += ["", f"{h.name}", *(f"  {line}" for line in h.table())] if self.full else [h.line()]
         return "\n".join([*lines, *(f"! {p}" for p in self.problems)])
@@ -91,8 +93,11 @@ class Inventory:
 def inventory(cache: Cache, match: str = "", *, full: bool = False) -> Inventory:
     """What `cache` holds of the specs whose line or name has `match` in it."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
+    beside = 0
     for key, entry in cache.entries().items():
-        if not key.workload.startswith("beside:"):
+        if key.workload.startswith("beside:"):
+            beside += not match
+        else:
             groups.setdefault((key.spec, key.device, key.launch), []).append(entry)
     held = []
     for (spec, device, launch), entries in groups.items():
@@ -102,7 +107,9 @@ def inventory(cache: Cache, match: str = "", *, full: bool = False) -> Inventory
             held.append(Held(name=name, spec=spec, device=device, launch=launch, entries=tuple(ordered)))
     if match and not held:
         raise ValueError(f"nothing in {cache.folder} matches {match!r}")
-    return Inventory(folder=str(cache.folder), held=tuple(held), problems=tuple(cache.problems), full=full)
+    return Inventory(
+        folder=str(cache.folder), held=tuple(held), problems=tuple(cache.problems), full=full, beside=beside
+    )
 
 
 def tune_model(

@@ -288,7 +288,11 @@ def test_tune_a_folder_then_see_and_move_the_results(capsys, folder, tmp_path, m
     monkeypatch.setattr("moe_compile.plan.TOKEN_BUCKETS", (1, 16, None))
     code, out, err = run(capsys, "tune", folder, "--tokens", "8", "--cache", mine)
     assert code == 0, err
-    assert out.startswith(f"{mine}: 3 results\n") and "E=8 K=2 H=32 I=16 swiglu f32" in out and "3 buckets" in out
+    assert (
+        out.startswith(f"{mine}: 4 results, 1 of them beside a block's own nodes\n")
+        and "E=8 K=2 H=32 I=16 swiglu f32" in out
+        and "3 buckets" in out
+    )
     torch._dynamo.reset()
 
     code, out, _ = run(capsys, "cache", "list", "--json", "--cache", mine)
@@ -300,7 +304,7 @@ def test_tune_a_folder_then_see_and_move_the_results(capsys, folder, tmp_path, m
     assert code == 0 and "on tokens=varied:1" in out and out.count("aten(path=hit)") == 3
 
     assert run(capsys, "cache", "export", file)[0] == 0
-    assert run(capsys, "cache", "import", file, "--cache", theirs)[0] == 0
+    assert run(capsys, "cache", "import", file, "--cache", theirs)[1] == "4 results imported\n"
     assert run(capsys, "cache", "list", "--cache", theirs)[1].splitlines()[1:] == out_lines(capsys, mine)
     text = (tmp_path / "tuned.jsonl").read_text().replace('"device":"', '"device":"another ')
     (tmp_path / "tuned.jsonl").write_text(text)

@@ -14,7 +14,7 @@ from moe_compile.kernels.grouped import gate_and_up  # noqa: E402
 from moe_compile.operands import ExpertWeights  # noqa: E402
 from moe_compile.peers import PEERS  # noqa: E402
 from moe_compile.plan import shortlist  # noqa: E402
-from moe_compile.providers import launcher  # noqa: E402
+from moe_compile.providers import Candidate, launcher  # noqa: E402
 from moe_compile.providers.base import Tactic  # noqa: E402
 from moe_compile.providers.triton_decode import TritonDecode  # noqa: E402
 from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
@@ -243,10 +243,18 @@ def test_tiles_of_every_height(H):
     check(spec, len(x), (x, ids, weights, p), tokens=[0, *(ends - 1)[1:].tolist(), *ends[1:].tolist()])
 
 
+def cheapest(spec: ExpertsSpec, T: int, provider: str) -> list[Candidate]:
+    """A provider's cheapest tactic of each height of tiles, or its three cheapest where tiles have none."""
+    found: dict[object, Candidate] = {}
+    for priced in shortlist(spec, facts(GPU), T, (provider,)):
+        found.setdefault(dict(priced.candidate.tactic.knobs).get("M", priced.candidate), priced.candidate)
+    return list(found.values())[:3]
+
+
 @pytest.mark.parametrize("T", [3, 70, 700, 4096])
 @pytest.mark.parametrize("name", ["qwen3_30b", "gpt_oss_20b"])
 def test_no_more_error_than_torch(name, T):
-    """RMS against fp64 at most 1.1 of what torch._grouped_mm with a bf16 activation has, for each tactic."""
+    """RMS against fp64 at most 1.1 of what torch._grouped_mm with a bf16 activation has, for tiles of each height."""
     spec = GEOMETRIES[name]
     weights = weights_of(spec, GPU)
     x, ids, w = tokens_of(spec, T, GPU)
@@ -258,6 +266,6 @@ def test_no_more_error_than_torch(name, T):
 
     torch_error = error(PEERS["torch._grouped_mm"](spec, GPU)(x, ids, w, weights))
     for provider in PROVIDERS:
-        for priced in shortlist(spec, facts(GPU), T, (provider.name,))[:3]:
-            run = launcher(priced.candidate, spec, GPU)
-            assert error(run(x, ids, w, weights)) <= 1.1 * torch_error, str(priced.candidate)
+        for candidate in cheapest(spec, T, provider.name):
+            run = launcher(candidate, spec, GPU)
+            assert error(run(x, ids, w, weights)) <= 1.1 * torch_error, str(candidate)

@@ -11,7 +11,7 @@ import torch
 from moe_compile import cost, reference
 from moe_compile.activation import Activation, evaluate
 from moe_compile.hardware import facts
-from moe_compile.kernels import decode, grouped
+from moe_compile.kernels import decode, grouped, launch, route
 from moe_compile.kernels.epilogue import epilogue
 from moe_compile.kernels.finalize import finalize, finalize_reference
 from moe_compile.kernels.sort import sort_routes
@@ -20,7 +20,7 @@ from moe_compile.providers import Candidate, launcher
 from moe_compile.providers.base import Tactic
 from moe_compile.providers.triton_decode import TritonDecode
 from moe_compile.providers.triton_grouped import TritonGrouped
-from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, torch_dtype
+from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, RouterSpec, torch_dtype
 from moe_compile.verdict import OK, Reject
 
 CPU = torch.device("cpu")
@@ -284,6 +284,30 @@ def test_runs_twice_bitwise():
     for provider, tactic in RUNS:
         run = provider.build(tactic, spec, CPU)
         assert torch.equal(run(*inputs), run(*inputs))
+
+
+def launches(call) -> int:
+    launch.note(noted := [])
+    try:
+        call()
+    finally:
+        launch.note(None)
+    return len(noted)
+
+
+@pytest.mark.parametrize(("provider", "tactic"), RUNS[:: len(GROUPED)], ids=run_ids[:: len(GROUPED)])
+def test_a_call_makes_as_many_launches_as_its_work_says(provider, tactic):
+    spec = spec_of()
+    inputs, run = draw(spec, 3), provider.build(tactic, spec, CPU)
+    priced = cost.estimate(provider.work(tactic, spec, facts(CPU)), facts(CPU), cost.Load.uniform(spec.E, spec.K), 3)
+    assert launches(lambda: run(*inputs)) == priced.total("launches") == (4 if "M" in dict(tactic.knobs) else 2)
+
+
+def test_routing_and_sorting_are_two_launches_for_any_number_of_tokens(monkeypatch):
+    router = RouterSpec(E=5, K=2, logits="f32")
+    for alone in (True, False):
+        monkeypatch.setattr("moe_compile.kernels.sort.counts_alone", lambda R, E, alone=alone: alone)
+        assert launches(lambda: sort_routes(route.route(router, torch.randn(40, 5))[1], 5, 16)) == 2
 
 
 def test_every_ranked_tactic_builds_and_states_its_work():

@@ -26,7 +26,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for devices keeps forked processes from them
 
 import torch
 import torch._inductor.config
@@ -150,16 +149,14 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T", help="default 1 16 256 4096")
     parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
     args = parser.parse_args()
-    with get_context("fork").Pool(1) as pool:  # this process must not have CUDA yet
-        device = pool.apply(torch.cuda.get_device_name)
     head = {
-        "date": time.strftime("%Y-%m-%d"), "device": device,
+        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
         "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers)}, "what": __doc__,
     }  # fmt: skip
     record = Cells("models.json", head, args.into)
     left = [T for T in args.tokens if not record.has(GEOMETRY, T, (*inductor_columns(T), "moe"))]
     ahead_of = [
-        get_context("fork").Process(target=ahead, args=(T, *column))
+        get_context("spawn").Process(target=ahead, args=(T, *column))
         for T in left for column in (*inductor_columns(T).items(), ("moe", None))
     ]  # fmt: skip
     for process in ahead_of:

@@ -12,7 +12,6 @@ after each cell; with --into it goes on with an earlier one, whose cells aren't 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from multiprocessing import get_context
@@ -21,8 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else asking for devices keeps forked processes from them
-
 import gpu_kernels
 import torch
 import torch._inductor.config
@@ -187,9 +184,9 @@ def ahead(name: str, Ts: list[int], column: str) -> None:
 
 
 def compile_columns(cells: dict[str, list[int]], columns: list[str]) -> None:
-    """Side by side, before this process has CUDA; what fails here fails again, and is reported, when it is timed."""
+    """Side by side, each by a Python of its own; what fails here fails again, and is reported, when it is timed."""
     of = [(name, Ts, column) for name, Ts in cells.items() for column in columns if column != EAGER]
-    processes = [get_context("fork").Process(target=ahead, args=args) for args in of]
+    processes = [get_context("spawn").Process(target=ahead, args=args) for args in of]
     for process in processes:
         process.start()
     for process in processes:
@@ -238,10 +235,8 @@ def main() -> None:
     triton_grouped.hopper = lambda device: True
     if "stages" in args.what:
         compile_all(list(cells))
-    with get_context("fork").Pool(1) as pool:  # this process must not have CUDA yet
-        device = pool.apply(torch.cuda.get_device_name)
     head = {
-        "date": time.strftime("%Y-%m-%d"), "device": device,
+        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
     }  # fmt: skip
     record = Cells("training.json", head, args.into)

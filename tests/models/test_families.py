@@ -95,6 +95,10 @@ def test_block_is_replaced_and_as_exact(family: str, dtype: torch.dtype, impleme
                 assert a <= BOUND * b, f"{name}, dynamic={dynamic}: {kind} error {a:.3e}, the original's is {b:.3e}"
 
 
+# AOTAutograd takes up to 10 s over the symbolic sizes of a whole model; above, every family's block goes through it.
+TRACED = ("qwen3_moe", "gpt_oss")
+
+
 @pytest.mark.parametrize(
     ("dtype", "implementation", "dynamic"),
     [(torch.bfloat16, None, False), (torch.float32, "batched_mm", True)],
@@ -105,6 +109,7 @@ def test_every_layer_of_the_model_is_replaced_in_one_graph(
     family: str, dtype: torch.dtype, implementation: str | None, dynamic: bool
 ) -> None:
     model = zoo.build(family, dtype, implementation)
+    inner = "eager" if dynamic and family not in TRACED else "aot_eager"
     ids = zoo.tokens()
     before = {n: (p.data_ptr(), p.detach().clone()) for n, p in model.named_parameters()}
     with torch.no_grad():
@@ -112,7 +117,7 @@ def test_every_layer_of_the_model_is_replaced_in_one_graph(
         with journal.capture() as events:
             run = torch.compile(
                 model,
-                backend=functools.partial(moe_backend, options={"moe.inner": "aot_eager", "moe.strict": True}),
+                backend=functools.partial(moe_backend, options={"moe.inner": inner, "moe.strict": True}),
                 dynamic=dynamic,
                 fullgraph=True,
             )

@@ -114,10 +114,11 @@ def _parser() -> argparse.ArgumentParser:
         "--device", metavar="DEVICE", help="where to run the model: cpu, cuda:1 (default: CUDA, if any)"
     )
     explain.add_argument("--tokens", type=_positive, default=16, metavar="N", help="tokens in the run (default 16)")
-    explain.add_argument(
+    prices = explain.add_mutually_exclusive_group()
+    prices.add_argument(
         "--crossovers", action="store_true", help="the token counts from which another kernel is cheaper, and why"
     )
-    explain.add_argument("--formulas", action="store_true", help="with --thiek: how the best price is computed")
+    prices.add_argument("--formulas", action="store_true", help="with --thiek: how the best price is computed")
     bench = command(
         "bench",
         _bench,
@@ -199,6 +200,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     if arguments.formulas and not arguments.thiek:
         raise ValueError("--formulas is of a block: it needs --thiek T,H,I,E,K")
+    if arguments.device and arguments.thiek:
+        raise ValueError("--device is where a model runs; what a block is planned for is --arch")
     if arguments.thiek:
         from .outlook import outlook, thiek
 

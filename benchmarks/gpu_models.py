@@ -19,7 +19,6 @@ import statistics
 import sys
 import time
 import types
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import torch._inductor.config
 import transformers
 import triton
+from ahead import side_by_side
 from record import Cells
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -89,7 +88,6 @@ def tokens(T: int) -> torch.Tensor:
 
 def ahead(T: int, name: str, implementation: str | None) -> None:
     """A process: compile a column; ours by price, for nothing is measured beside others."""
-    torch._inductor.config.compile_threads = 1  # a column a processor
     torch.set_float32_matmul_precision("high")
     with torch.inference_mode():
         compiled(build(implementation), T, name, None if implementation else ours(MODE, tune="off"))(tokens(T))
@@ -149,21 +147,18 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, metavar="T", help="default 1 16 256 4096")
     parser.add_argument("--into", default="", metavar="FILE", help="a record of the same day to go on with")
     args = parser.parse_args()
-    head = {
-        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
-        "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers)}, "what": __doc__,
-    }  # fmt: skip
-    record = Cells("models.json", head, args.into)
-    left = [T for T in args.tokens if not record.has(GEOMETRY, T, (*inductor_columns(T), "moe"))]
-    ahead_of = [
-        get_context("spawn").Process(target=ahead, args=(T, *column))
-        for T in left for column in (*inductor_columns(T).items(), ("moe", None))
-    ]  # fmt: skip
-    for process in ahead_of:
-        process.start()
-    for process in ahead_of:
-        process.join()
+    record = Cells("models.json", args.into)
+
+    def left() -> list[int]:
+        """Token counts whose cells are not there yet."""
+        return [T for T in args.tokens if not record.has(GEOMETRY, T, (*inductor_columns(T), "moe"))]
+
+    side_by_side(ahead, [(T, *column) for T in left() for column in (*inductor_columns(T).items(), ("moe", None))])
     say("compiled ahead")
+    record.begin(
+        date=time.strftime("%Y-%m-%d"), device=torch.cuda.get_device_name(),
+        versions={m.__name__: m.__version__ for m in (torch, triton, transformers)}, what=__doc__,
+    )  # fmt: skip
     torch.set_float32_matmul_precision("high")
     with torch.inference_mode():
         model = build()
@@ -175,7 +170,7 @@ def main() -> None:
         batched.load_state_dict(model.state_dict(), assign=True)
         torch.cuda.empty_cache()
         addresses = [p.data_ptr() for p in model.parameters()]
-        for T in left:
+        for T in left():
             ids = tokens(T)
             torch._dynamo.reset()
             calls: dict[str, Any] = {}

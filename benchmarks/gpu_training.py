@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import gpu_kernels
 import torch
-import torch._inductor.config
 import triton
+from ahead import side_by_side
 from gpu_kernels import Timer, spec_of, tokens_of, weights_of
 from gpu_training_stages import compile_all, stages
 from record import Cells
@@ -172,8 +171,7 @@ def inputs_of(spec: ExpertsSpec, T: int, p: ExpertWeights) -> tuple[Any, ...]:
 
 
 def ahead(name: str, Ts: list[int], column: str) -> None:
-    """A process: a step for each T, so that all that it needs is compiled, into the caches on disk."""
-    torch._inductor.config.compile_threads = 1  # a column a processor
+    """A process: a step for each T, so that all that it needs is compiled."""
     spec, began = spec_of(name), time.time()
     p = weights_of(spec, "cuda")
     for T in Ts:
@@ -181,16 +179,6 @@ def ahead(name: str, Ts: list[int], column: str) -> None:
         list(COLUMNS[column](spec)(*inputs_of(spec, T, p)))
         torch.cuda.synchronize()
     print(f"compiled {name} {column} in {time.time() - began:.0f} s", flush=True)
-
-
-def compile_columns(cells: dict[str, list[int]], columns: list[str]) -> None:
-    """Side by side, each by a Python of its own; what fails here fails again, and is reported, when it is timed."""
-    of = [(name, Ts, column) for name, Ts in cells.items() for column in columns if column != EAGER]
-    processes = [get_context("spawn").Process(target=ahead, args=args) for args in of]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
 
 
 def total(name: str, T: int, columns: list[str], p: ExpertWeights, timer: Timer) -> dict[str, Any]:
@@ -235,19 +223,24 @@ def main() -> None:
     triton_grouped.hopper = lambda device: True
     if "stages" in args.what:
         compile_all(list(cells))
-    head = {
-        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-    }  # fmt: skip
-    record = Cells("training.json", head, args.into)
-    left = {n: [T for T in Ts if not record.has(n, T, columns)] for n, Ts in cells.items()}
-    if "total" in args.what:
-        compile_columns({name: Ts for name, Ts in left.items() if Ts}, columns)
-        print(f"compiled in {time.time() - began:.0f} s", flush=True)
+    record = Cells("training.json", args.into)
+
+    def left() -> dict[str, list[int]]:
+        """Cells of total that are not there yet."""
+        every = cells if "total" in args.what else {}
+        return {name: [T for T in Ts if not record.has(name, T, columns)] for name, Ts in every.items()}
+
+    compiled = [(name, Ts, column) for name, Ts in left().items() for column in columns if Ts and column != EAGER]
+    side_by_side(ahead, compiled)
+    print(f"[{time.time() - began:.0f} s] compiled", flush=True)
+    record.begin(
+        date=time.strftime("%Y-%m-%d"), device=torch.cuda.get_device_name(),
+        versions={"torch": torch.__version__, "triton": triton.__version__},
+    )  # fmt: skip
     if "check" in args.what:
         record.put(check=[row for name in ("qwen3_30b", "gpt_oss_20b") for row in check(name)])
     timer = Timer()
-    for name, Ts in left.items() if "total" in args.what else ():
+    for name, Ts in left().items():
         p = weights_of(spec_of(name), "cuda")
         for T in Ts:
             row = total(name, T, columns, p, timer)

@@ -28,12 +28,17 @@ def goes_on(earlier: dict[str, Any], head: dict[str, Any]) -> bool:
 
 
 class Cells:
-    """The cells of a program that times them one by one, in the file `name` under $OUT or here."""
+    """The cells of a program that times them one by one, in the file `name` under $OUT or here; `into`: an earlier
+    record to go on with."""
 
-    def __init__(self, name: str, head: dict[str, Any], into: str) -> None:
+    def __init__(self, name: str, into: str) -> None:
         self.path = Path(os.environ.get("OUT", "."), name)
-        earlier = json.loads(Path(into).read_text()) if into else {}
-        self.record: dict[str, Any] = {**earlier, **head} if earlier and goes_on(earlier, head) else dict(head)
+        self.record: dict[str, Any] = json.loads(Path(into).read_text()) if into else {}
+
+    def begin(self, **head: Any) -> None:
+        """What this run is, before its first cell. An earlier record of another day, device or versions is dropped."""
+        goes_on_here = self.record and goes_on(self.record, head)
+        self.record = {**self.record, **head} if goes_on_here else head
 
     def has(self, geometry: str, T: int, columns: Iterable[str]) -> bool:
         """Whether a cell was timed with these columns, or more."""

@@ -62,12 +62,14 @@ def test_a_record_of_another_day_is_left_alone(record, tmp_path):
 
 def test_cells_go_on_with_a_record_of_the_same_day_and_keep_the_rest_of_it(module, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path))
-    first = module.Cells("training.json", HEAD, "")
+    first = module.Cells("training.json", "")
+    first.begin(**HEAD)
     first.put(check=[{"rms": 1e-3}])
     first.add(cell("mixtral", 16, {"moe": 9.0, "hf": 9.5}))
     first.add(cell("qwen3_30b x 4 layers", 1, {"moe": 5.0}))
     file = tmp_path / "training.json"
-    again = module.Cells("training.json", {**HEAD, "what": "words"}, str(file))
+    again = module.Cells("training.json", str(file))
+    again.begin(**HEAD, what="words")
     assert again.has("mixtral", 16, ["moe"]) and again.has("mixtral", 16, ["moe", "hf"])
     assert not again.has("mixtral", 16, ["vllm"]) and not again.has("mixtral", 1, ["moe"])
     again.add(cell("mixtral", 16, {"moe": 8.0}))
@@ -78,5 +80,7 @@ def test_cells_go_on_with_a_record_of_the_same_day_and_keep_the_rest_of_it(modul
     ]  # fmt: skip
     assert (found["check"], found["what"], len(found["stages"])) == ([{"rms": 1e-3}], "words", 1)
     assert capsys.readouterr().out == ""
-    other = module.Cells("training.json", {**HEAD, "device": "NVIDIA B200"}, str(file))
+    other = module.Cells("training.json", str(file))
+    assert other.has("mixtral", 16, ["moe"])
+    other.begin(**{**HEAD, "device": "NVIDIA B200"})
     assert not other.has("mixtral", 16, ["moe"]) and "left alone" in capsys.readouterr().out

@@ -243,6 +243,18 @@ def test_gradient_passes_at_a_clamps_bound_as_torch_clamp_does():
     torch.testing.assert_close(got, want)
 
 
+def test_asking_torch_about_a_clamps_bound_starts_no_engine(monkeypatch):
+    """It would ask for CUDA devices, and a process forked after that can't use one."""
+    x = torch.zeros((), requires_grad=True)
+    (want,) = torch.autograd.grad(x.clamp(max=0.0), x)
+    monkeypatch.setattr("torch.autograd._engine_run_backward", None)
+    with pytest.raises(TypeError):
+        torch.autograd.grad(x.clamp(max=0.0), x)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert A._passes_at_a_bound() == bool(want.item())
+
+
 def test_constant_expressions_have_the_inputs_shape_and_dtype():
     up = torch.ones(2, 3, dtype=torch.bfloat16)
     value = evaluate(const(2.5), None, up)

@@ -185,7 +185,8 @@ def test_routes_past_2_to_the_31():
     want = exact(spec, tokens, *inputs)
     runs = [(PROVIDERS[0], PROVIDERS[0].tactics(spec, facts(GPU), T)[0][0])]
     if PROVIDERS[2].supports(spec, facts(GPU)):
-        runs += [(PROVIDERS[2], tactic) for tactic in gathered_and_sorted(spec) if not dict(tactic.knobs)["GATHER"]]
+        heights = [t for t in gathered_and_sorted(spec) if dict(t.knobs)["M"] < 192 and not dict(t.knobs)["GATHER"]]
+        runs += [(PROVIDERS[2], tactic) for tactic in heights]  # 192 is addressed as 128 is
     for provider, tactic in runs:
         got = provider.build(tactic, spec, GPU)(*inputs)[tokens]
         assert ((got.double() - want).norm() / want.norm()).item() < LIMIT["bf16"], (provider.name, str(tactic))

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..operands import ExpertWeights
 from ..verdict import Reject
 from . import launch
+from .again import Again, operands_of
 from .launch import Launched
 from .launches import Address, Given, Map, one_by_one, together
 from .listed import Table, base
@@ -68,24 +69,31 @@ class Tapes:
         return out
 
 
-def recorded(run: Launcher) -> Launcher:
-    """`run`, for tensors of the current CUDA device, replayed where it can be."""
-    tapes = Tapes()
+class Recorded:
+    """A launcher, for tensors of the current CUDA device, replayed where it can be."""
 
-    def replayed(
-        x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
+    def __init__(self, run: Launcher) -> None:
+        self.run, self.tapes = run, Tapes()
+
+    def __call__(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor | None, packed: ExpertWeights
     ) -> torch.Tensor:
-        operands = [x_TH, ids_TK, *packed.gate_up, packed.down, *packed.gate_up_bias]
-        for t in (weights_TK, packed.down_bias, packed.post_scale):
-            if t is not None:
-                operands.append(t)
+        down_bias = () if packed.down_bias is None else (packed.down_bias,)
+        operands = operands_of(
+            x_TH, ids_TK, weights_TK, packed.gate_up, (packed.down,), packed.gate_up_bias, down_bias, packed.post_scale
+        )
         kind: tuple[Any, ...] = (x_TH.shape[0], ids_TK.dtype)
         if type(packed.down) is Table:
             kind += tuple((t.strides, t.multiple) for t in operands if type(t) is Table)
             operands = list(map(base, operands))
-        return tapes(kind, operands, run, x_TH, ids_TK, weights_TK, packed)
+        return self.tapes(kind, operands, self.run, x_TH, ids_TK, weights_TK, packed)
 
-    return replayed
+    def again(self, *arguments: Any) -> Again | None:
+        """For calls like that of these arguments of the operator, all contiguous; None where it was not replayed."""
+        operands = operands_of(*arguments)
+        tape = self.tapes.known.get((operands[0].shape[0], operands[1].dtype))
+        contiguous = all(map(torch.Tensor.is_contiguous, operands))
+        return Again(tape, *arguments) if isinstance(tape, Tape) and contiguous else None
 
 
 class _Recorder(TorchDispatchMode):

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 def launcher_of(run: Launcher, provider: Provider, spec: ExpertsSpec, device: torch.device) -> Launcher:
     """The launcher of `run`; where the experts are stacked, a call that is replayed asks nothing of the weights again:
     what `provider.reads` looks at is what calls of one kind have in common."""
-    from ..kernels.tape import recorded
+    from ..kernels.tape import Recorded
 
     listed, cuda = spec.tensors == "listed", device.type == "cuda"
     if not listed and not provider.reads_any(spec):
         run = _asking(run, provider)
     if cuda:
-        run = recorded(run)
+        run = Recorded(run)
     return on_device(by_table(run) if listed else run, device)
 
 

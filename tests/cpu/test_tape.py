@@ -100,7 +100,7 @@ def want(x: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_kind_of_call_runs_as_written_once():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     kept = []
     for seed in range(4):
         x, ids, w, p = inputs(seed=seed)
@@ -116,7 +116,7 @@ def test_a_kind_of_call_runs_as_written_once():
 
 
 def test_weights_that_move_are_found():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     x, ids, w, p = inputs()
     run(x, ids, w, p)
     p.down.mul_(3)
@@ -127,7 +127,7 @@ def test_weights_that_move_are_found():
 
 
 def test_what_is_not_aligned_runs_as_written():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     x, ids, w, p = inputs()
     shifted = torch.randn(4 * H + 1)[1:].view(4, H)
     for _ in range(2):
@@ -152,7 +152,7 @@ ELSEWHERE = torch.ones(4, H)
     ids=["torch computes", "torch copies", "a tensor from elsewhere", "a view"],
 )
 def test_only_what_is_known_is_replayed(between, replayed):
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     program.between = between
     for seed in range(3):
         x, ids, w, p = inputs(seed=seed)
@@ -162,7 +162,7 @@ def test_only_what_is_known_is_replayed(between, replayed):
 
 
 def test_two_operands_at_one_address_run_as_written():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     x, ids, w, p = inputs()
     same = ExpertWeights(gate_up=p.gate_up, down=x)
     for _ in range(2):
@@ -204,7 +204,7 @@ def test_what_begins_within_two_operands_runs_as_written():
 
 
 def test_a_tape_holds_no_tensor():
-    run = tape.recorded(Program())
+    run = tape.Recorded(Program())
     x, ids, w, p = inputs()
     run(x, ids, w, p)
     run(x, ids, w, p)
@@ -232,7 +232,7 @@ def test_zeroed_words_are_those_of_the_calls_stream(monkeypatch):
         kernel((1, 1), (x, words(), out))
         return out
 
-    run, (x, ids, w, p) = tape.recorded(program), inputs()
+    run, (x, ids, w, p) = tape.Recorded(program), inputs()
     run(x, ids, w, p)
     monkeypatch.setattr(type(words), "__call__", lambda self, stream: made[stream])
     for stream in (STREAM, 8, STREAM):
@@ -242,7 +242,7 @@ def test_zeroed_words_are_those_of_the_calls_stream(monkeypatch):
 
 
 def test_a_launch_that_fails_keeps_no_memory():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     run(*inputs())
     program.kernel.fails = True
     with pytest.raises(RuntimeError, match="out of resources"):
@@ -250,7 +250,7 @@ def test_a_launch_that_fails_keeps_no_memory():
 
 
 def test_threads_replay_side_by_side():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     run(*inputs())
 
     def calls(seed: int) -> None:
@@ -264,7 +264,7 @@ def test_threads_replay_side_by_side():
 
 
 def test_another_threads_launches_are_not_recorded():
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     other = Adding()
 
     def elsewhere(x: torch.Tensor) -> torch.Tensor:
@@ -280,7 +280,7 @@ def test_another_threads_launches_are_not_recorded():
 
 
 def test_nothing_is_replayed_while_kernels_are_compiled(monkeypatch):
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     x, ids, w, p = inputs()
     run(x, ids, w, p)
     monkeypatch.setattr(program.kernel, "run", lambda *a: pytest.fail("a kernel ran"))
@@ -291,7 +291,7 @@ def test_nothing_is_replayed_while_kernels_are_compiled(monkeypatch):
 
 def test_tapes_are_bounded(monkeypatch):
     monkeypatch.setattr(tape, "_MOST", 2)
-    run = tape.recorded(program := Program())
+    run = tape.Recorded(program := Program())
     for T in (1, 2, 3, 3, 2, 1):
         run(*inputs(T=T))
     assert program.calls == 4
@@ -361,7 +361,7 @@ def describing(compiled: Any) -> Any:
 
 def test_descriptors_that_triton_encodes_elsewhere_are_not_replayed():
     given: list[Any] = []
-    run = tape.recorded(program := describing(Elsewhere(given)))
+    run = tape.Recorded(program := describing(Elsewhere(given)))
     x, ids, w, _ = inputs()
     for calls in (1, 2):
         run(x, ids, w, ExpertWeights(gate_up=(torch.randn(2),), down=torch.randn(32, 16)))
@@ -381,7 +381,7 @@ def test_tensor_maps_are_kept_by_address(monkeypatch):
     monkeypatch.setattr(tensor_maps, "_KNOWN", {})
     given: list[Any] = []
     program = describing(Described(given))
-    run = tape.recorded(program)
+    run = tape.Recorded(program)
     packs = [ExpertWeights(gate_up=(torch.randn(2),), down=torch.randn(32, 16)) for _ in range(3)]
     x, ids, w, _ = inputs()
     outs = [run(x, ids, w, p).data_ptr() for p in (*packs, *packs)]

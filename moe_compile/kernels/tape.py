@@ -49,8 +49,7 @@ class Tapes:
     def __call__(self, kind: tuple[Any, ...], operands: Sequence[torch.Tensor], run: Any, *arguments: Any) -> Any:
         """run(*arguments), replayed where it can be. operands: its tensors, all of the current CUDA device; kind: what
         it is apart from them and, where one is not contiguous, their strides."""
-        if not all(map(torch.Tensor.is_contiguous, operands)):
-            kind += tuple(t.stride() for t in operands)
+        kind = _with_strides(kind, operands)
         addresses = [t.data_ptr() for t in operands]
         tape = self.known.get(kind)
         if isinstance(tape, Reject) or launch.only_compiled() or reduce(or_, addresses) & 15:
@@ -67,6 +66,12 @@ class Tapes:
                 del self.known[next(iter(self.known))]
             self.known[kind] = tape
         return out
+
+
+def _with_strides(kind: tuple[Any, ...], operands: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    if all(map(torch.Tensor.is_contiguous, operands)):
+        return kind
+    return kind + tuple(t.stride() for t in operands)
 
 
 class Recorded:
@@ -89,11 +94,10 @@ class Recorded:
         return self.tapes(kind, operands, self.run, x_TH, ids_TK, weights_TK, packed)
 
     def again(self, *arguments: Any) -> Again | None:
-        """For calls like that of these arguments of the operator, all contiguous; None where it was not replayed."""
-        operands = operands_of(*arguments)
-        tape = self.tapes.known.get((operands[0].shape[0], operands[1].dtype))
-        contiguous = all(map(torch.Tensor.is_contiguous, operands))
-        return Again(tape, *arguments) if isinstance(tape, Tape) and contiguous else None
+        """For calls like that of these arguments of the operator, not in tables; None where it can't be replayed."""
+        x_TH, ids_TK, *rest = operands_of(*arguments)
+        tape = self.tapes.known.get(_with_strides((x_TH.shape[0], ids_TK.dtype), (x_TH, ids_TK, *rest)))
+        return Again(tape, *arguments) if isinstance(tape, Tape) else None
 
 
 class _Recorder(TorchDispatchMode):

@@ -115,6 +115,22 @@ def test_a_kind_of_call_runs_as_written_once():
         torch.testing.assert_close(out, want(x, p.down))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_how_calls_like_one_are_replayed(apart):
+    """Also where operands are not contiguous, which is another kind."""
+    run = tape.Recorded(program := Program())
+    x, ids, w, p = inputs()
+    arguments = (x, torch.cat([ids, ids], 1)[:, :1] if apart else ids, w, *p.arguments())
+    assert arguments[1].is_contiguous() != apart
+    assert run.again(*arguments) is None
+    run(*arguments[:3], p)
+    other, *_, q = inputs(seed=1)
+    torch.testing.assert_close(run.again(*arguments)(other, *arguments[1:3], *q.arguments()), want(other, q.down))
+    run(*inputs(T=5))
+    assert program.calls == 2
+    assert run.again(*inputs(T=6)[:3], *p.arguments()) is None
+
+
 def test_weights_that_move_are_found():
     run = tape.Recorded(program := Program())
     x, ids, w, p = inputs()

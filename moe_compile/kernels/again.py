@@ -4,7 +4,8 @@ In: a tape, and the operator's operands when it was made; then those of a call. 
 the call may be another.
 Invariant: a call is replayed only if all that a check or a tape's kind reads of its operands is as it was: how many
 there are of each, and of each its class, dtype, device, sizes, strides and what the dispatcher makes of it. Dynamo's
-guards compare these in C++ (0.4 us for five tensors, where checks and kind take 2.2; torch 2.13, EPYC, 2026-12-01).
+guards compare these in C++: an operator call whose launches do nothing takes 7.9 us, 9.5 where operands are checked one
+by one (torch 2.13, EPYC, 2026-12-01).
 """
 
 from __future__ import annotations

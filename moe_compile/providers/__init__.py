@@ -91,6 +91,8 @@ def launcher(candidate: Candidate, spec: ExpertsSpec, device: object) -> Launche
             warn_once(f"moe_compile: {candidate.provider} leaves calls to aten: {unserved.verdict}")
         return aten(x, ids, w, packed)
 
+    if hasattr(launch, "again"):
+        run.again = launch.again  # type: ignore[attr-defined]  # what is replayed was served
     return run
 
 

@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .beside import NOTHING, Beside, Kind, beside_partition, nothing
-from .hopper_parts import barriers, fetch_partition, multiply_partition
+from .hopper_parts import barriers, fetch_partition, multiply_partition, telling
 from .hopper_swapped import SIDE, UNIT, swapped_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sort import Schedule
@@ -82,8 +82,7 @@ def _kernel(
     a_bufs = gl.allocate_shared_memory(kind, [S * PARTS, M, BK], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, B_SHAPE, B_LAYOUT)
     full, empty = barriers(S, 1 + (32 * FETCHERS if GATHER else 0), MULTIPLIERS)  # every copying thread arrives too
-    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full, told_empty = barriers(2, 1, MULTIPLIERS)
+    told, told_full, told_empty = telling(FETCHERS, MULTIPLIERS)
     tiles = gl.load(plan_ptr)
     FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 32 if MULTIPLIERS == 3 else 40 if SWAP else 56
     if SWAP:

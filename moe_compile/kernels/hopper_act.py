@@ -32,6 +32,7 @@ from .hopper_parts import (
     multiply,
     rest,
     split_columns,
+    telling,
     tile_at,
 )
 from .kept import placed
@@ -240,8 +241,7 @@ def _act_backward_kernel(
     full, empty = barriers(S, 1, 2)
     kept_full, kept_empty = barriers(P, 1, 1)
     dv_full, dv_empty = barriers(2, 1, 1)
-    told = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    told_full, told_empty = barriers(2, 1, READERS)
+    told, told_full, told_empty = telling(1, READERS)
     tiles = gl.load(plan_ptr)
     gl.warp_specialize(
         [

@@ -48,8 +48,9 @@ def tile_at(pid, tiles, plan_ptr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, N:
 def _tell(number, pid, told, told_full, told_empty):
     """Fetching warps: the `number`th tile of this program is pid."""
     slot = number % 2
+    LANES: gl.constexpr = told.type.shape[1]
     mbarrier.wait(told_empty.index(slot), ((number // 2) & 1) ^ 1)
-    told.index(slot).store(gl.full((1,), pid, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    told.index(slot).store(gl.full((LANES,), pid, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     mbarrier.arrive(told_full.index(slot), count=1)
 
 
@@ -65,11 +66,20 @@ def barriers(N: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
 
 
 @gluon.jit
+def telling(FETCHERS: gl.constexpr, READERS: gl.constexpr):
+    """(told, told_full, told_empty): where so many fetching warps tell so many partitions this program's tiles. Each of
+    their lanes writes a word of its own: the tool that looks for races takes two writers of one word for one."""
+    told = gl.allocate_shared_memory(gl.int32, [2, 32 * FETCHERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    told_full, told_empty = barriers(2, 1, READERS)
+    return told, told_full, told_empty
+
+
+@gluon.jit
 def claimed(number, told, told_full, told_empty):
     """Other warps: the `number`th tile of this program."""
     slot = number % 2
     mbarrier.wait(told_full.index(slot), (number // 2) & 1)
-    pid = gl.max(told.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+    pid = gl.max(told.index(slot).slice(0, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
     mbarrier.arrive(told_empty.index(slot), count=1)
     return pid
 

@@ -46,13 +46,15 @@ ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
 class Persistent:
     """ROWS of a tile at most, N columns (for fc1: of gate and of up each), S buffers, GROUP row tiles side by side
     before the next column tile; GATHER: fc1 reads x's rows by their routes, not sorted ones; H is then a multiple of
-    64. Up to 160 rows are the products' columns (hopper_swapped.py); N is then 256, with a gate 128."""
+    64. Up to 160 rows are the products' columns (hopper_swapped.py); N is then 256, with a gate 128. AHEAD: the kernel
+    before it in the stream began when the schedule was complete; so its first weights are fetched while that ends."""
 
     N: int
     S: int = 0  # as many as fit
     GROUP: int = 8
     GATHER: int = 0
     ROWS: int = 128
+    AHEAD: bool = False
 
 
 @gluon.jit(do_not_specialize=["bound", "tokens"])
@@ -65,11 +67,11 @@ def _kernel(
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
     ACT: gl.constexpr, A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr,
     TURNED_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr,
-    H: gl.constexpr, BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, PDL: gl.constexpr,
+    H: gl.constexpr, BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK. BESIDE, or None,
     and what comes with it: beside.py."""
-    if PDL:
+    if PDL and not AHEAD:  # else the fetching warp waits
         gdc_wait()
         gdc_launch_dependents()
     kind: gl.constexpr = out_ptr.dtype.element_ty
@@ -102,6 +104,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    AHEAD,
                 )),
             ],
             [4, FETCHERS],
@@ -126,6 +129,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    AHEAD,
                 )),
             ],
             [4, 2, 1],
@@ -147,6 +151,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    AHEAD,
                 )),
             ],
             [4, FETCHERS],
@@ -173,6 +178,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    AHEAD,
                 )),
             ],
             [4, 4, FETCHERS],
@@ -270,9 +276,10 @@ def _bound(
         choices, depth, columns, part, tile.N, DEPTH, tile.ROWS // part, swap, buffers, tile.GROUP, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
         bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
-        swizzled([SIDE.value, SIDE.value], dtype), registers, *beside.constants,
+        swizzled([SIDE.value, SIDE.value], dtype), registers, *beside.constants, tile.AHEAD,
     )  # fmt: skip
-    bound = Bound(_kernel, constants, device, warps=4, overlap=first, registers=128 if three else 168)
+    overlap = first or tile.AHEAD
+    bound = Bound(_kernel, constants, device, warps=4, overlap=overlap, registers=128 if three else 168)
     return bound, tuple(box), tuple(rows), w_layout, a_layout, programs
 
 

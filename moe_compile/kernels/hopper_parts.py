@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 # triton 3.9 renamed both
 fetch = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -110,17 +111,17 @@ def _copy_rows(buffer, x_ptr, tokens, k0, stride_xt, BK: gl.constexpr, LAYOUT: g
 
 
 @gluon.jit
-def fetch_weights(w, v, e, n0, k0, full, buffer, HALVES: gl.constexpr, K_MAJOR: gl.constexpr):
+def fetch_weights(w, v, e, n0, k0, full, buffer, HALVES: gl.constexpr, K_MAJOR: gl.constexpr, pred=True):
     """Columns n0.. of expert e's weights (HALVES: of gate and of up) at k0, on their way to `buffer`."""
     if HALVES == 2:
-        fetch(w, [e, 0, n0, k0], full, buffer)
+        fetch(w, [e, 0, n0, k0], full, buffer, pred=pred)
     elif HALVES == 3:
-        fetch(w, [e, n0, k0], full, buffer.slice(0, 1))
-        fetch(v, [e, n0, k0], full, buffer.slice(1, 1))
+        fetch(w, [e, n0, k0], full, buffer.slice(0, 1), pred=pred)
+        fetch(v, [e, n0, k0], full, buffer.slice(1, 1), pred=pred)
     elif K_MAJOR:
-        fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full, buffer)
+        fetch(w, [e, 2 * n0 if HALVES == 1 else n0, k0], full, buffer, pred=pred)
     else:
-        fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full, buffer)
+        fetch(w, [e, k0, 2 * n0 if HALVES == 1 else n0], full, buffer, pred=pred)
 
 
 @gluon.jit
@@ -131,18 +132,36 @@ def part_of(s, i: gl.constexpr, S: gl.constexpr, M: gl.constexpr, PARTS: gl.cons
 
 
 @gluon.jit
+def _expect(full, parts, PARTS: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl.constexpr, pred):
+    """So many parts of rows and the weights are to come."""
+    for i in gl.static_range(PARTS):
+        mbarrier.expect(full, B_BYTES + (i + 1) * A_BYTES, pred=(parts == i + 1) & pred)
+
+
+@gluon.jit
 def fetch_partition(
     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
     CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr,
-    K_MAJOR: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl.constexpr,
+    K_MAJOR: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl.constexpr, AHEAD: gl.constexpr = False,
 ):  # fmt: skip
-    """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes."""
+    """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes. AHEAD: the
+    kernel waits here for the one before it, with the first buffers' weights on their way."""
     S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     count, number, pid, total = 0, 0, gl.program_id(0), tiles * COLUMNS
     _tell(number, pid, told, told_full, told_empty)
+    EARLY: gl.constexpr = min(S, (K + BK - 1) // BK) if AHEAD else 0
+    if AHEAD:
+        if pid < total:
+            e, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+            parts = gl.minimum((end - first + M - 1) // M, PARTS)
+            for s in gl.static_range(EARLY):
+                _expect(full.index(s), parts, PARTS, A_BYTES, B_BYTES, True)
+                fetch_weights(w, v, e, n0, s * BK, full.index(s), b_bufs.index(s), HALVES, K_MAJOR)
+        gdc_wait()
+        gdc_launch_dependents()
     while pid < total:
         claim = gl.atomic_add(plan_ptr + 1, 1)
         if claim == total - 1:  # nobody claims after this
@@ -160,12 +179,12 @@ def fetch_partition(
         for k0 in range(0, K, BK):
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
+            lacking = count >= EARLY
             if GATHER:
                 mbarrier.expect(full.index(s), B_BYTES)
             else:
-                for i in gl.static_range(PARTS):
-                    mbarrier.expect(full.index(s), B_BYTES + (i + 1) * A_BYTES, pred=parts == i + 1)
-            fetch_weights(w, v, e, n0, k0, full.index(s), b_bufs.index(s), HALVES, K_MAJOR)
+                _expect(full.index(s), parts, PARTS, A_BYTES, B_BYTES, lacking)
+            fetch_weights(w, v, e, n0, k0, full.index(s), b_bufs.index(s), HALVES, K_MAJOR, lacking)
             if GATHER:
                 for i in gl.static_range(PARTS):
                     if i < parts:

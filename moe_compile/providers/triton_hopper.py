@@ -109,8 +109,9 @@ class TritonHopper(Provider):
         from ..kernels.hopper import PARTS, Persistent, fc1, fc2, permute
 
         gather = bool(k["GATHER"])
-        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, ROWS=k["M"])
-        second = Persistent(N=k["N2"], GROUP=k["G2"], ROWS=k["M"])
+        # ahead of fc1 is permute, or the sort, which makes the schedule; ahead of fc2 is fc1
+        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, ROWS=k["M"], AHEAD=not gather)
+        second = Persistent(N=k["N2"], GROUP=k["G2"], ROWS=k["M"], AHEAD=True)
 
         def read(x_TH: torch.Tensor, schedule: Schedule) -> torch.Tensor:
             if x_TH.stride(1) != 1 or (gather and (x_TH.stride(0) % 16 or x_TH.data_ptr() % 16)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,8 @@ pytest.importorskip("triton")
 from moe_compile import ops
 from moe_compile.kernels.again import Again, operands_of
 from moe_compile.kernels.launch import compiling
+from moe_compile.providers import Candidate, providers
+from moe_compile.providers import launcher as build
 from moe_compile.spec import ExpertsSpec
 from moe_compile.suite import SWIGLU, tokens_of, weights_of
 
@@ -139,6 +142,17 @@ def test_modes_have_calls_of_their_own(launcher):
             with mode():
                 run(*known, str(SPEC), PLAN)
         assert (launcher.runs, launcher.replays) == (2, replays)
+
+
+@pytest.mark.parametrize("bias", ["none", "both"])
+def test_a_launcher_that_may_leave_calls_to_aten_says_so_too(monkeypatch, bias):
+    provider, found = providers()["triton_grouped"], Launcher()
+    monkeypatch.setattr(type(provider), "build", lambda *_: found)
+    build.cache_clear()
+    run = build(Candidate(provider=provider.name), dataclasses.replace(SPEC, bias=bias), CPU)
+    build.cache_clear()
+    assert (run is found) == (bias == "none")
+    assert run.again == found.again
 
 
 def test_shapes_are_bounded(launcher, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_compile.kernels.launch import Bound, compiling
+from moe_compile.kernels.launch import Bound, ceil_div, compiling, power_of_2
 
 
 class Kernel:
@@ -47,3 +47,8 @@ def test_other_threads_run_while_one_compiles() -> None:
             ran = list(kernel.asked)
         bound((1, 1), (7,))
     assert (ran, kernel.asked) == (["run"], ["run", "compile"])
+
+
+def test_sizes_of_grids_and_blocks() -> None:
+    assert [ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [power_of_2(n) for n in (1, 2, 3, 4, 5, 1024, 1025)] == [1, 2, 4, 4, 8, 1024, 2048]

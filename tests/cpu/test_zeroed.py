@@ -74,3 +74,7 @@ def test_words_of_a_device_are_found_again():
     cpu = torch.device("cpu")
     assert zeroed(cpu) is zeroed(cpu) and zeroed(cpu)().data_ptr() == zeroed(cpu)().data_ptr()
     assert not zeroed(cpu).owns(torch.zeros(4))
+    memory = torch.zeros(24)
+    own = Zeroed(cpu)
+    own.made.append(memory[8:16])
+    assert [own.owns(memory[i : i + 4]) for i in (0, 4, 8, 12, 16)] == [False, False, True, True, False]

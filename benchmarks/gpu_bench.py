@@ -136,17 +136,6 @@ def cost(geometry: str, tokens: list[int]) -> float:
     return WEIGHT.get(geometry, 1.0) * sum(1.7 + T / 1500 for T in tokens)
 
 
-def warm() -> None:
-    """Import what every process needs and may be forked with, for each import takes seconds."""
-    for name in (
-        "torch._dynamo.convert_frame", "torch._inductor.compile_fx", "torch._inductor.codegen.triton",
-        "torch._inductor.runtime.triton_heuristics", "torch._functorch.aot_autograd",
-        "transformers.models.gpt_oss.modeling_gpt_oss", "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode",
-    ):  # fmt: skip
-        importlib.import_module(name)
-
-
 def start(geometry: str, tokens: list[int], folder: Path, gpu: str, arguments: argparse.Namespace) -> None:
     """A forked process. Where CUDA can't be used in one, a new Python takes its place."""
     import torch
@@ -238,7 +227,12 @@ def main() -> None:
         geometry, tokens, folder = arguments.work
         work(geometry, [int(t) for t in tokens.split(",")], Path(folder), arguments)
         return
-    warm()
+    from ahead import warm  # and with it torch, which takes seconds: they count
+
+    warm(
+        "transformers.models.gpt_oss.modeling_gpt_oss", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "moe_compile.contest", "moe_compile.kernels.hopper", "moe_compile.kernels.decode",
+    )  # fmt: skip
     import torch
 
     from moe_compile import contest, standing

@@ -29,7 +29,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 import triton
-from ahead import side_by_side
+from ahead import side_by_side, warm
 from record import Cells
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -153,6 +153,7 @@ def main() -> None:
         """Token counts whose cells are not there yet."""
         return [T for T in args.tokens if not record.has(GEOMETRY, T, (*inductor_columns(T), "moe"))]
 
+    warm()
     side_by_side(ahead, [(T, *column) for T in left() for column in (*inductor_columns(T).items(), ("moe", None))])
     say("compiled ahead")
     record.begin(

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import gpu_kernels
 import torch
 import triton
-from ahead import side_by_side
+from ahead import side_by_side, warm
 from gpu_kernels import Timer, spec_of, tokens_of, weights_of
 from gpu_training_stages import compile_all, stages
 from record import Cells
@@ -187,7 +187,11 @@ def total(name: str, T: int, columns: list[str], p: ExpertWeights, timer: Timer)
     torch._dynamo.reset()
     steps = {column: COLUMNS[column](spec) for column in columns}
     row: dict[str, Any] = {"geometry": name, "E": spec.E, "K": spec.K, "H": spec.H, "I": spec.I, "T": T}
-    row["memory_MB"] = {k: [round(m, 1) for m in memory(s, inputs)] for k, s in steps.items()}
+    row["memory_MB"] = {}
+    for k, s in steps.items():
+        began = time.time()
+        row["memory_MB"][k] = [round(m, 1) for m in memory(s, inputs)]
+        print(f"{name} T={T} {k}: first steps {time.time() - began:.1f} s", flush=True)
     torch.cuda.empty_cache()
     us = timer.medians({k: [lambda s=s: list(s(*inputs))] for k, s in steps.items()}, rounds=10)
     forward = timer.medians({k: [lambda s=s: next(s(*inputs))] for k, s in steps.items()}, rounds=10)
@@ -231,6 +235,8 @@ def main() -> None:
         return {name: [T for T in Ts if not record.has(name, T, columns)] for name, Ts in every.items()}
 
     compiled = [(name, Ts, column) for name, Ts in left().items() for column in columns if Ts and column != EAGER]
+    if compiled:
+        warm("transformers.models.qwen3_moe.modeling_qwen3_moe")
     side_by_side(ahead, compiled)
     print(f"[{time.time() - began:.0f} s] compiled", flush=True)
     record.begin(

@@ -26,7 +26,7 @@ from moe_compile.providers import triton_backward, triton_route
 from moe_compile.providers.base import Provider, Tactic
 from moe_compile.providers.triton_decode import TritonDecode
 from moe_compile.providers.triton_grouped import TritonGrouped
-from moe_compile.providers.triton_hopper import TritonHopper
+from moe_compile.providers.triton_hopper import VALID, TritonHopper
 from moe_compile.spec import ExpertsSpec, Layout, RouterSpec, torch_dtype
 from moe_compile.suite import weights_of
 
@@ -76,7 +76,7 @@ def grouped() -> Iterator[str]:
 
 def hopper() -> Iterator[str]:
     def tactics(spec: ExpertsSpec) -> list[Tactic]:
-        ways = [(m, g) for m in (128, 160, 192) for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
+        ways = [(m, g) for m in VALID["M"] for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
         return [Tactic.of(M=m, N1=128 if spec.gated else 256, G1=8, N2=256, G2=8, GATHER=g) for m, g in ways]
 
     yield from calls(TritonHopper(), 300, tactics)

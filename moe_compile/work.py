@@ -16,9 +16,10 @@ class Tiled:
     columns, depth: of y[r, columns] = x[r, depth] @ W[e]^T. matrices: weight matrices read side by side for a column (2
     with a gate), in so many separate `products`. weight_bytes: of one weight element (17/32 for MXFP4). dtype: of the
     operands of the product. part: rows of a product; those parts of a tile that have no rows are not multiplied (0: all
-    M are). swap: the weights are the tall operand of the tensor cores, and M the narrow one. along:
-    "depth" or "columns", the axis on which weights are contiguous. out_bytes: stored for each element of y. ahead: a
-    program takes tile after tile, and fetches for the next one before it has stored the last.
+    M are). paired: rows of a tile up to which two steps of K are read at once. swap: the weights are the tall operand
+    of the tensor cores, and M the narrow one. along: "depth" or "columns", the axis on which weights are contiguous.
+    out_bytes: stored for each element of y. ahead: a program takes tile after tile, and fetches for the next one before
+    it has stored the last.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Tiled:
     stages: int
     products: int = 1
     part: int = 0
+    paired: int = 0
     swap: bool = False
     tma: bool = False
     ahead: bool = False

@@ -6,8 +6,9 @@ as its buffers reach: weights and sorted rows by tensor descriptors, or x's rows
 tile's first operands arrive while this one's results are stored. Two or three others multiply 64 rows of the tile each
 (hopper_parts.py), and rest where it has fewer; two warps that are left do other work for training (beside.py). What
 limits a large load is what L2 delivers: a tile of 192 rows reads an expert's weights once where tiles of 128 read them
-twice; but its products are 128 wide, not 256, and its buffers three, not four. A tile of at most 160 has its rows, in
-units of 32, as the products' columns; two multiplying partitions share out the weights' columns (hopper_swapped.py).
+twice; but its products are 128 wide, not 256, and its buffers three, not four. A tile of at most 64 or 160 has its
+rows, in units of 32, as the products' columns; two multiplying partitions share out the weights' columns
+(hopper_swapped.py).
 
 `permute` copies x's rows into expert order first. Gathering costs fc1 up to a tenth of its time; the copy moves 4 H
 bytes a route whatever I, so that with a larger I it is the cheaper of the two (whole calls, T=4096: qwen3_30b 707 us
@@ -36,7 +37,27 @@ from .sort import Schedule
 
 PART, DEPTH = 64, 64  # rows that four warps multiply; columns of x that a buffer holds
 ROWS = 2 * PART  # of the default tile
-PARTS = {128: PART, 160: UNIT.value, 192: PART}  # of rows that a tile has at most: rows of a part that may be missing
+# Rows of a tile up to which reading the weights is its time: they then come 256 bytes of each row at once, not 128.
+PAIRED = gl.constexpr(80)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Height:
+    """Of tiles with so many rows at most. part: rows of those that may be missing. buffers: as many as fit. registers:
+    of a thread that multiplies. gathering: of one that multiplies, and of one that gathers, where rows are gathered."""
+
+    part: int
+    buffers: int
+    registers: int
+    gathering: tuple[int, int]
+
+
+HEIGHTS = {
+    64: Height(part=UNIT.value, buffers=5, registers=232, gathering=(216, 56)),
+    128: Height(part=PART, buffers=4, registers=232, gathering=(216, 56)),
+    160: Height(part=UNIT.value, buffers=4, registers=240, gathering=(232, 40)),
+    192: Height(part=PART, buffers=3, registers=160, gathering=(160, 32)),
+}
 # Where the gate and up rows of a tile are in memory: there is no gate; alternating; in two blocks of a tensor; in two
 # tensors.
 ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
@@ -46,7 +67,7 @@ ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
 class Persistent:
     """ROWS of a tile at most, N columns (for fc1: of gate and of up each), S buffers, GROUP row tiles side by side
     before the next column tile; GATHER: fc1 reads x's rows by their routes, not sorted ones; H is then a multiple of
-    64. Up to 160 rows are the products' columns (hopper_swapped.py); N is then 256, with a gate 128. AHEAD: the kernel
+    64. 64 and 160 rows are the products' columns (hopper_swapped.py); N is then 256, with a gate 128. AHEAD: the kernel
     before it in the stream began when the schedule was complete; so its first weights are fetched while that ends."""
 
     N: int
@@ -66,8 +87,9 @@ def _kernel(
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
     ACT: gl.constexpr, A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr,
-    TURNED_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr,
-    H: gl.constexpr, BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    TURNED_LAYOUT: gl.constexpr, REGISTERS: gl.constexpr, FETCH_REGISTERS: gl.constexpr, BESIDE: gl.constexpr,
+    E: gl.constexpr, TOPK: gl.constexpr, H: gl.constexpr, BLOCK: gl.constexpr, WEIGHTED: gl.constexpr,
+    AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """FIRST: fc1, else fc2. The weights' buffers are B_SHAPE, rows and columns of x's PARTS * M x BK. BESIDE, or None,
     and what comes with it: beside.py."""
@@ -86,7 +108,6 @@ def _kernel(
     full, empty = barriers(S, 1 + (32 * FETCHERS if GATHER else 0), MULTIPLIERS)  # every copying thread arrives too
     told, told_full, told_empty = telling(FETCHERS, MULTIPLIERS)
     tiles = gl.load(plan_ptr)
-    FETCH_REGISTERS: gl.constexpr = 24 if not GATHER else 32 if MULTIPLIERS == 3 else 40 if SWAP else 56
     if SWAP:
         turned = gl.allocate_shared_memory(kind, [2, SIDE, SIDE], TURNED_LAYOUT)
         gl.warp_specialize(
@@ -104,7 +125,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD,
+                    AHEAD, PAIRED if K_MAJOR else 0,
                 )),
             ],
             [4, FETCHERS],
@@ -129,7 +150,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD,
+                    AHEAD, PAIRED if K_MAJOR else 0,
                 )),
             ],
             [4, 2, 1],
@@ -151,7 +172,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD,
+                    AHEAD, PAIRED if K_MAJOR else 0,
                 )),
             ],
             [4, FETCHERS],
@@ -178,7 +199,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD,
+                    AHEAD, PAIRED if K_MAJOR else 0,
                 )),
             ],
             [4, 4, FETCHERS],
@@ -264,22 +285,21 @@ def _bound(
     depth, columns = (H, I) if first else (I, H)
     gather = first and bool(tile.GATHER)
     kind, box, shape = weights_box(halves if first else "up", tile.N, k_major)
-    part = PARTS[tile.ROWS]
+    height = HEIGHTS[tile.ROWS]
+    part, swap = height.part, height.part == UNIT.value
     rows = [part, DEPTH]
     w_layout, a_layout = swizzled(box, dtype), swizzled(rows, dtype)
-    programs = processors(device)
-    three, swap = tile.ROWS == 192, tile.ROWS == 160
-    buffers = tile.S or (3 if three else 4)
+    programs, buffers = processors(device), tile.S or height.buffers
     assert not (swap and (keep or beside is not NOTHING)), (tile, keep)
-    registers = 160 if three else (232 if gather else 240) if swap else 216 if gather else 232
+    registers = height.gathering if gather else (height.registers, 24)
     constants = (
         choices, depth, columns, part, tile.N, DEPTH, tile.ROWS // part, swap, buffers, tile.GROUP, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
         bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
-        swizzled([SIDE.value, SIDE.value], dtype), registers, *beside.constants, tile.AHEAD,
+        swizzled([SIDE.value, SIDE.value], dtype), *registers, *beside.constants, tile.AHEAD,
     )  # fmt: skip
     overlap = first or tile.AHEAD
-    bound = Bound(_kernel, constants, device, warps=4, overlap=overlap, registers=128 if three else 168)
+    bound = Bound(_kernel, constants, device, warps=4, overlap=overlap, registers=128 if tile.ROWS == 192 else 168)
     return bound, tuple(box), tuple(rows), w_layout, a_layout, programs
 
 

@@ -127,8 +127,8 @@ def fetch_weights(w, v, e, n0, k0, full, buffer, HALVES: gl.constexpr, K_MAJOR: 
 @gluon.jit
 def part_of(s, i: gl.constexpr, S: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr):
     """The number of the buffer of stage s's `i`th part of M rows: those of the first 128 rows come first."""
-    FIRST: gl.constexpr = 128 // M
-    return s * min(PARTS, FIRST) + i if i < FIRST else S * FIRST + s
+    FIRST: gl.constexpr = min(PARTS, 128 // M)
+    return s * FIRST + i if i < FIRST else S * FIRST + s
 
 
 @gluon.jit
@@ -144,9 +144,11 @@ def fetch_partition(
     CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
     PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr,
     K_MAJOR: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl.constexpr, AHEAD: gl.constexpr = False,
+    PAIRED: gl.constexpr = 0,
 ):  # fmt: skip
     """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes. AHEAD: the
-    kernel waits here for the one before it, with the first buffers' weights on their way."""
+    kernel waits here for the one before it, with the first buffers' weights on their way. PAIRED: of a tile with so
+    many rows at most, two buffers that follow each other along K are filled at once."""
     S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -179,6 +181,9 @@ def fetch_partition(
         for k0 in range(0, K, BK):
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
+            if PAIRED:
+                two = (end - first <= PAIRED) & ((k0 // BK) % 2 == 0)
+                mbarrier.wait(empty.index((count + 1) % S), (((count + 1) // S) & 1) ^ 1, pred=two)
             lacking = count >= EARLY
             if GATHER:
                 mbarrier.expect(full.index(s), B_BYTES)

@@ -2,8 +2,9 @@
 
 In, out, invariants: as of hopper_parts.multiply_partition. A product of the tensor cores has 64 rows, but any multiple
 of 8 columns: so a tile has as many of an expert's rows as there are, in units of UNIT. A tensor's sides are powers of
-2, hence a tile is one or two products side by side, 128 + 32 columns at most; which, each tile's height says, and every
-pair has a loop of its own. A partition has 64 columns of gate and the same 64 of up, or 128 columns that have no gate.
+2, hence a tile is one or two products side by side: 32 or 64 columns where a tile has at most 64 rows, up to 128 + 32
+where it has at most 160. Which, each tile's height says, and every pair has a loop of its own. A partition has 64
+columns of gate and the same 64 of up, or 128 columns that have no gate.
 Its weights pass through registers, which both products read: from shared memory it would read them for each.
 """
 
@@ -21,11 +22,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_parts import claimed_ahead, part_of, split_columns
 
 UNIT, SIDE = gl.constexpr(32), gl.constexpr(64)  # rows of a buffer of x; weights' columns of a product
-PIECES = gl.constexpr((64, 0, 64, 32, 128, 0, 128, 32))  # the columns of the two products, by a tile's height
-
 
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by triton 3.9
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 128 bytes of each row together
+
+
+@gluon.constexpr_function
+def _pieces(parts):
+    """The columns of the two products, by a tile's height, of tiles that have so many parts at most."""
+    return {2: (32, 0, 64, 0), 5: (64, 0, 64, 32, 128, 0, 128, 32)}[parts]
 
 
 @gluon.constexpr_function
@@ -252,6 +257,7 @@ def swapped_partition(
 ):  # fmt: skip
     """Half of each tile's columns: SIDE PART and on of gate and up, or 2 SIDE PART and on."""
     STEPS: gl.constexpr = (K + BK - 1) // BK
+    PIECES: gl.constexpr = _pieces(PARTS)
     count, number, total = 0, 0, tiles * COLUMNS
     pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
     while pid < total:

@@ -2,7 +2,7 @@
 
 In: ExpertsSpec and a device. Out: launchers; sorting and the weighted sum are triton_grouped's.
 Tiles have 64-row parts, of which those without rows rest, or are as high as an expert's rows are many, in units of 32:
-the weights are then the tall operand of the products (M=160, kernels/hopper_swapped.py).
+the weights are then the tall operand of the products (M=64 and M=160, kernels/hopper_swapped.py).
 Invariant: as of triton_grouped: weights in place, torch.empty only, no synchronization, safe in a CUDA graph. x is
 copied into sorted order where the tactic says so, and where its rows are not aligned for 16-byte loads.
 """
@@ -26,7 +26,7 @@ from .triton_grouped import (
     whole_knobs,
 )
 from .triton_launch import launcher_of, sorted_run
-from .triton_work import hopper_work
+from .triton_work import AS_COLUMNS, HOPPER_STAGES, hopper_work
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +34,15 @@ if TYPE_CHECKING:
     from ..kernels.sort import Schedule
 
 KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
-VALID = {"M": (128, 160, 192), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
+VALID = {"M": tuple(HOPPER_STAGES), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
          "G2": (1, 2, 4, 8, 16, 32, 64), "GATHER": (0, 1)}  # fmt: skip
-# Rows an expert. Below, tiles are mostly empty (H200, 2026-12-01: with 32 rows from 1 % faster than triton_grouped on
-# dsv3 to 4 % slower on gpt_oss_20b, with 64 1 to 5 % faster, with 128 5 to 11 %).
+# Rows an expert from which tiles of more than 64 are offered. Below, they are mostly empty (H200, 2026-12-01: with 32
+# rows from 1 % faster than triton_grouped on mixtral to 1 % slower on olmoe, with 64 2 to 13 % faster).
 FEWEST_ROWS = 48
+# Rows an expert for which tiles of 64 are offered, where these gather and weights are contiguous along the depth, so
+# that they fetch in pairs (H200, 2026-12-01: with 16 rows 1 % slower than triton_grouped, with 20 to 48 from 2 % faster
+# on mixtral to 1 % slower on olmoe; where weights are contiguous along columns 2 % slower).
+SMALL_ROWS = (20, 56)
 # Rows an expert up to which tiles of 160 are offered (H200, 2026-12-01: at 512 they are 0 to 3 % slower than the best
 # others, at 1024 3 to 6 %), and up to which they gather, by warps that have few registers (to 128 the fastest or within
 # 1 % of it, at 160 3 % slower, at 256 4 to 6 %).
@@ -85,8 +89,6 @@ class TritonHopper(Provider):
 
     def tactics(self, spec: ExpertsSpec, device: Device, T: int) -> list[tuple[Tactic, Work]]:
         rows = T * spec.K / active_experts(spec, max(T, 1))
-        if rows < FEWEST_ROWS:
-            return []
         return [(Tactic.of(**knobs), hopper_work(spec, knobs)) for knobs in _ranked(spec, rows)]
 
     def work(self, tactic: Tactic, spec: ExpertsSpec, device: Device) -> Work:
@@ -106,7 +108,7 @@ class TritonHopper(Provider):
 
         import torch
 
-        from ..kernels.hopper import PARTS, Persistent, fc1, fc2, permute
+        from ..kernels.hopper import HEIGHTS, Persistent, fc1, fc2, permute
 
         gather = bool(k["GATHER"])
         # ahead of fc1 is permute, or the sort, which makes the schedule; ahead of fc2 is fc1
@@ -118,7 +120,7 @@ class TritonHopper(Provider):
                 x_TH = x_TH.clone(memory_format=torch.contiguous_format)
             return x_TH if gather else permute(x_TH, schedule, spec.K)
 
-        run = sorted_run(spec, fc1, fc2, (first, second), k["M"], PARTS[k["M"]], read, fast=True)
+        run = sorted_run(spec, fc1, fc2, (first, second), k["M"], HEIGHTS[k["M"]].part, read, fast=True)
         return launcher_of(run, self, spec, device)
 
     def version(self) -> str:
@@ -133,8 +135,9 @@ def _checked(tactic: Tactic, spec: ExpertsSpec) -> dict[str, int]:
             raise ValueError(f"triton_hopper: {name}={k[name]} is not one of {', '.join(map(str, valid))}")
     if spec.gated and k["N1"] == 256:
         raise ValueError("triton_hopper: N1=256 with a gate is 512 columns of accumulators; the most is N1=128")
-    if k["M"] == 160 and (k["N1"] != (128 if spec.gated else 256) or k["N2"] != 256):
-        raise ValueError(f"triton_hopper: M=160 is for 256 columns of weights, N1={k['N1']} N2={k['N2']} are others")
+    if k["M"] in AS_COLUMNS and (k["N1"] != (128 if spec.gated else 256) or k["N2"] != 256):
+        given = f"N1={k['N1']} N2={k['N2']}"
+        raise ValueError(f"triton_hopper: M={k['M']} is for 256 columns of weights, {given} are others")
     if k["GATHER"] and spec.H % 64:
         raise ValueError(f"triton_hopper: GATHER=1 copies 64 columns at a time, which H={spec.H} is no multiple of")
     return k
@@ -151,9 +154,13 @@ def _ranked(spec: ExpertsSpec, rows: float) -> list[dict[str, int]]:
     12 % on dsv3).
     """
     n1, ways = 128 if spec.gated else 256, gathers(spec)
-    offered = [(m, way) for m in (128, 192) for way in ways]
-    if rows <= SWAPPED_ROWS:
+    offered = []
+    if SMALL_ROWS[0] <= rows <= SMALL_ROWS[1] and 1 in ways and spec.gate_up.storage == "EGH":
+        offered.append((64, 1))
+    if rows >= FEWEST_ROWS:
+        offered += [(m, way) for m in (128, 192) for way in ways]
+    if FEWEST_ROWS <= rows <= SWAPPED_ROWS:
         offered.append((160, 0))
-    if rows <= SWAPPED_GATHER_ROWS and ways[0]:
+    if FEWEST_ROWS <= rows <= SWAPPED_GATHER_ROWS and ways[0]:
         offered.append((160, 1))
     return [dict(zip(KNOBS, (m, n1, 8, 256, 8, gather))) for m, gather in offered]

@@ -18,7 +18,7 @@ from moe_compile.providers import Candidate, launcher  # noqa: E402
 from moe_compile.providers.base import Tactic  # noqa: E402
 from moe_compile.providers.triton_decode import TritonDecode  # noqa: E402
 from moe_compile.providers.triton_grouped import TritonGrouped  # noqa: E402
-from moe_compile.providers.triton_hopper import TritonHopper  # noqa: E402
+from moe_compile.providers.triton_hopper import VALID, TritonHopper  # noqa: E402
 from moe_compile.spec import GATE_UP_STORAGE, HALVES, ExpertsSpec, Layout, torch_dtype  # noqa: E402
 from moe_compile.suite import GEOMETRIES, tokens_of, weights_of  # noqa: E402
 
@@ -76,9 +76,9 @@ def exact(spec: ExpertsSpec, tokens: list[int], x, ids, weights, p: ExpertWeight
 
 
 def gathered_and_sorted(spec: ExpertsSpec) -> list[Tactic]:
-    """Both ways of triton_hopper to read x's rows, where their width allows, with tiles of either height."""
+    """Both ways of triton_hopper to read x's rows, where their width allows, with tiles of each height."""
     n1 = 128 if spec.gated else 256
-    ways = [(m, g) for m in (128, 160, 192) for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
+    ways = [(m, g) for m in VALID["M"] for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
     return [Tactic.of(M=m, N1=n1, G1=8, N2=256, G2=8, GATHER=g) for m, g in ways]
 
 

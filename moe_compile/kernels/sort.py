@@ -249,11 +249,12 @@ def _bound(
 def sort_routes(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int = 0, *, inverse: bool = False) -> Schedule:
     """The schedule of ids_TK for tiles of BLOCK_M rows. R = T * K must be in [1, 2^31).
 
-    part: as many tiles, of about as many parts of so many rows each, and a tile's end is its own, not its expert's.
+    part, less than BLOCK_M: as many tiles, of about as many parts of so many rows each, and a tile's end is its own,
+    not its expert's.
     inverse: with positions and ends, and a plan of plan_size.
     """
     R = ids_TK.numel()
-    assert 1 <= R < 2**31, R
+    assert 1 <= R < 2**31 and part < BLOCK_M, (R, part)
     ids = ids_TK.contiguous()
     bound, rows, bins = tile_bound(R, E, BLOCK_M), (BLOCK_M, part or BLOCK_M), _bins_of(E)
     plan = torch.empty(plan_size(R, E) if inverse else 4 + 4 * bound + R, dtype=torch.int32, device=ids.device)

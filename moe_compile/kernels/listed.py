@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 
 from ..operands import ExpertWeights, Listed
+from .lasting import lasting
 
 
 @triton.jit
@@ -106,19 +106,5 @@ def _table(w: Listed) -> Table:
 
 
 def _to(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """An int64 tensor there, complete when this returns.
-
-    On CUDA it belongs to the current stream, like what a call allocates, but another thread makes it: Inductor's
-    warm-up before a CUDA graph allocates from the graph's pool, per thread, and the table outlives the call.
-    """
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-    stream = torch.cuda.current_stream(device)
-
-    def make() -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            return torch.tensor(numbers, dtype=torch.int64).to(device)
-
-    with ThreadPoolExecutor(1) as threads:
-        return threads.submit(make).result()
+    """An int64 tensor there, complete when this returns."""
+    return lasting(lambda: torch.tensor(numbers, dtype=torch.int64).to(device), device)

@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import torch
 
+from .lasting import lasting
+
 WORDS = 8
 _LAUNCHES = 1 << 15  # whose words are made together: 1 MiB
 _PER_THREAD = 2  # the raw stream that is another one in every thread
@@ -47,10 +49,8 @@ class Zeroed:
         with self.lock:
             found = next(self.spare, None)
             if found is None and grow:
-                with torch._C._DisableTorchDispatch():  # no part of the call that tape.py may be recording
-                    memory = torch.zeros((_LAUNCHES, WORDS), dtype=torch.int32, device=self.device)
-                if self.cuda:  # other streams use it too
-                    torch.cuda.current_stream(self.device).synchronize()
+                shape = _LAUNCHES, WORDS
+                memory = lasting(lambda: torch.zeros(shape, dtype=torch.int32, device=self.device), self.device)
                 self.made.append(memory)
                 self.spare = (memory[i] for i in range(_LAUNCHES))
                 found = next(self.spare)

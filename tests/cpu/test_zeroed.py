@@ -17,14 +17,15 @@ from moe_compile.kernels.zeroed import Zeroed, zeroed
 @pytest.fixture
 def device(monkeypatch):
     """A device whose current stream and capture the test sets; its memory is the CPU's."""
-    now = SimpleNamespace(stream=7, capturing=False, synchronized=0)
+    now = SimpleNamespace(stream=7, capturing=False, lasting=0)
 
-    def synchronize() -> None:
-        now.synchronized += 1
+    def lasting(make, device):
+        now.lasting += 1
+        return make()
 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: now.stream, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: now.capturing, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=synchronize))
+    monkeypatch.setattr(module, "lasting", lasting)
     monkeypatch.setattr(module, "_LAUNCHES", 8)
     now.words = Zeroed(torch.device("cpu"))
     now.words.cuda = True
@@ -43,7 +44,7 @@ def test_a_stream_keeps_its_words(device):
     assert set(addresses(device.words, 2)) == set(first) and len({*first, *second}) == 2
     assert device.words(8).data_ptr() == second[0]
     assert all(a % 16 == 0 for a in (*first, *second))
-    assert device.synchronized == 1  # the memory was zero before another stream used it
+    assert device.lasting == len(device.words.made) == 1
 
 
 def test_a_captured_launch_has_words_of_its_own(device):

@@ -4,6 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytest.importorskip("triton")
 
 # In a process of its own, since what is kept is made once.
 PROGRAM = """

@@ -6,6 +6,7 @@ grouped.py   the two grouped linears over that order; product.py what their kern
 hopper.py    those two for many rows an expert, with warps that fetch beside warps that multiply (Gluon): what those
              do is in hopper_parts.py, and in hopper_swapped.py where the weights are the products' tall operand
 finalize.py  the weighted sum over each token's routes
+sizes.py     what of them their prices need to know
 launch.py    how all of them are launched: overlapped (PDL) and at little host time
 tape.py      calls that are replayed by address (tensor_maps.py: by descriptor)
 listed.py    experts in tensors of their own: tables of their addresses
@@ -15,5 +16,5 @@ kept.py      training's first linear, which keeps what it made; backward.py the 
 hopper_act.py, hopper_outer.py  those for Hopper, from rows in sorted order (spread.py); beside.py what warps that are
              left copy and sum meanwhile
 
-Importing a module of this folder imports triton; providers do so only when they build a launcher.
+Importing a module of this folder imports triton, sizes.py apart; providers do so only when they build a launcher.
 """

@@ -29,35 +29,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from . import sizes
 from .beside import NOTHING, Beside, Kind, beside_partition, nothing
 from .hopper_parts import barriers, fetch_partition, multiply_partition, telling
-from .hopper_swapped import SIDE, UNIT, swapped_partition
+from .hopper_swapped import SIDE, swapped_partition
 from .launch import Bound, ceil_div, power_of_2
+from .sizes import HEIGHTS, PART
 from .sort import Schedule
 
-PART, DEPTH = 64, 64  # rows that four warps multiply; columns of x that a buffer holds
+DEPTH = 64  # columns of x that a buffer holds
 ROWS = 2 * PART  # of the default tile
-# Rows of a tile up to which reading the weights is its time: they then come 256 bytes of each row at once, not 128.
-PAIRED = gl.constexpr(80)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Height:
-    """Of tiles with so many rows at most. part: rows of those that may be missing. buffers: as many as fit. registers:
-    of a thread that multiplies. gathering: of one that multiplies, and of one that gathers, where rows are gathered."""
-
-    part: int
-    buffers: int
-    registers: int
-    gathering: tuple[int, int]
-
-
-HEIGHTS = {
-    64: Height(part=UNIT.value, buffers=5, registers=232, gathering=(216, 56)),
-    128: Height(part=PART, buffers=4, registers=232, gathering=(216, 56)),
-    160: Height(part=UNIT.value, buffers=4, registers=240, gathering=(232, 40)),
-    192: Height(part=PART, buffers=3, registers=160, gathering=(160, 32)),
-}
+PAIRED = gl.constexpr(sizes.PAIRED)
 # Where the gate and up rows of a tile are in memory: there is no gate; alternating; in two blocks of a tensor; in two
 # tensors.
 ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
@@ -286,7 +268,7 @@ def _bound(
     gather = first and bool(tile.GATHER)
     kind, box, shape = weights_box(halves if first else "up", tile.N, k_major)
     height = HEIGHTS[tile.ROWS]
-    part, swap = height.part, height.part == UNIT.value
+    part, swap = height.part, height.as_columns
     rows = [part, DEPTH]
     w_layout, a_layout = swizzled(box, dtype), swizzled(rows, dtype)
     programs, buffers = processors(device), tile.S or height.buffers

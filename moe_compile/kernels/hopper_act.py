@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .hopper import ALONE, ALTERNATING, BLOCKS, PART, processors, swizzled
+from .hopper import ALONE, ALTERNATING, BLOCKS, processors, swizzled
 from .hopper_parts import (
     barriers,
     claimed,
@@ -37,6 +37,7 @@ from .hopper_parts import (
 )
 from .kept import placed
 from .launch import Bound, ceil_div
+from .sizes import PART
 from .sort import Schedule
 
 COLUMNS, PIECE = 256, 32  # of a tile; of gate_up_RG, of each half where these are two blocks, taken at once

@@ -30,9 +30,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .beside import Beside, Kind, beside_partition, nothing
-from .hopper import PART, processors, swizzled
+from .hopper import processors, swizzled
 from .hopper_parts import barriers, fetch
 from .launch import Bound, ceil_div
+from .sizes import PART
 
 # triton 3.9 renamed it
 send = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global

@@ -19,9 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from . import sizes
 from .hopper_parts import claimed_ahead, part_of, split_columns
 
-UNIT, SIDE = gl.constexpr(32), gl.constexpr(64)  # rows of a buffer of x; weights' columns of a product
+UNIT, SIDE = gl.constexpr(sizes.UNIT), gl.constexpr(64)  # rows of a buffer of x; weights' columns of a product
 
 _RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # by triton 3.9
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # 128 bytes of each row together

@@ -20,9 +20,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .launch import Bound, ceil_div, power_of_2
+from .sizes import ALONE_COUNTS, ALONE_ROUTES
 from .zeroed import zeroed
 
-ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 18  # most R and most R * bins for which every program counts all ids
 _SUB = 128  # routes ranked at once, by comparing all pairs; a multiple of it is a chunk. Threads of a program
 _SCAN = 1024  # ids counted at once
 _CHUNKS = 128  # most: each has a bit of four words

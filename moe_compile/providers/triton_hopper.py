@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..hardware import Device
+from ..kernels.sizes import HEIGHTS
 from ..operands import ExpertWeights
 from ..spec import ExpertsSpec
 from ..verdict import OK, Reject, Verdict
@@ -26,7 +27,7 @@ from .triton_grouped import (
     whole_knobs,
 )
 from .triton_launch import launcher_of, sorted_run
-from .triton_work import AS_COLUMNS, HOPPER_STAGES, hopper_work
+from .triton_work import hopper_work
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ..kernels.sort import Schedule
 
 KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
-VALID = {"M": tuple(HOPPER_STAGES), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
+VALID = {"M": tuple(HEIGHTS), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
          "G2": (1, 2, 4, 8, 16, 32, 64), "GATHER": (0, 1)}  # fmt: skip
 # Rows an expert from which tiles of more than 64 are offered. Below, they are mostly empty (H200, 2026-12-01: with 32
 # rows from 1 % faster than triton_grouped on mixtral to 1 % slower on olmoe, with 64 2 to 13 % faster).
@@ -108,7 +109,7 @@ class TritonHopper(Provider):
 
         import torch
 
-        from ..kernels.hopper import HEIGHTS, Persistent, fc1, fc2, permute
+        from ..kernels.hopper import Persistent, fc1, fc2, permute
 
         gather = bool(k["GATHER"])
         # ahead of fc1 is permute, or the sort, which makes the schedule; ahead of fc2 is fc1
@@ -135,7 +136,7 @@ def _checked(tactic: Tactic, spec: ExpertsSpec) -> dict[str, int]:
             raise ValueError(f"triton_hopper: {name}={k[name]} is not one of {', '.join(map(str, valid))}")
     if spec.gated and k["N1"] == 256:
         raise ValueError("triton_hopper: N1=256 with a gate is 512 columns of accumulators; the most is N1=128")
-    if k["M"] in AS_COLUMNS and (k["N1"] != (128 if spec.gated else 256) or k["N2"] != 256):
+    if HEIGHTS[k["M"]].as_columns and (k["N1"] != (128 if spec.gated else 256) or k["N2"] != 256):
         given = f"N1={k['N1']} N2={k['N2']}"
         raise ValueError(f"triton_hopper: M={k['M']} is for 256 columns of weights, {given} are others")
     if k["GATHER"] and spec.H % 64:

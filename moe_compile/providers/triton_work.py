@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..kernels.sizes import ALONE_COUNTS, ALONE_ROUTES, HEIGHTS, PAIRED
 from ..spec import ELEMENT_BYTES, ExpertsSpec
 from ..work import Passed, Sorted, Streamed, Tiled, Work
-
-ALONE_ROUTES, ALONE_COUNTS = 2048, 1 << 18  # as kernels/sort.py, whose import needs triton
-# As kernels/hopper.py: buffers, by rows of a tile; tiles whose rows are the products' columns.
-HOPPER_STAGES = {64: 5, 128: 4, 160: 4, 192: 3}
-AS_COLUMNS = (64, 160)
 
 
 def grouped_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
@@ -60,14 +56,15 @@ def hopper_work(spec: ExpertsSpec, knobs: Mapping[str, int]) -> Work:
     Four warps gather. With tiles of 160 they have few registers and addresses bound them, so that these warps count;
     with others it is as if eight addressed.
     """
-    size, M = ELEMENT_BYTES[spec.x], knobs["M"]
-    tall, swap = M == 192, M in AS_COLUMNS
+    size, M, height = ELEMENT_BYTES[spec.x], knobs["M"], HEIGHTS[knobs["M"]]
+    tall = M == 192
     first, second = (
         Tiled(
             name=f"fc{i}", columns=columns, depth=depth, matrices=matrices, M=M, N=knobs[f"N{i}"], K=64,
-            warps=(4 if M == 160 else 8) if gathers else 12 if tall else 8, stages=HOPPER_STAGES[M],
-            products=2 if tall else 1, part=32 if swap else 64, paired=80, swap=swap, tma=not gathers, ahead=True,
-            along="depth" if k_major else "columns", dtype=spec.x, x_bytes=size, weight_bytes=size, out_bytes=size,
+            warps=(4 if M == 160 else 8) if gathers else 12 if tall else 8, stages=height.buffers,
+            products=2 if tall else 1, part=height.part, paired=PAIRED, swap=height.as_columns, tma=not gathers,
+            ahead=True, along="depth" if k_major else "columns", dtype=spec.x, x_bytes=size, weight_bytes=size,
+            out_bytes=size,
         )
         for i, columns, depth, matrices, k_major, gathers in (
             (1, spec.I, spec.H, spec.G // spec.I, spec.gate_up.storage == "EGH", bool(knobs["GATHER"])),

@@ -107,7 +107,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD, PAIRED if K_MAJOR else 0,
+                    AHEAD, PAIRED,
                 )),
             ],
             [4, FETCHERS],
@@ -132,7 +132,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD, PAIRED if K_MAJOR else 0,
+                    AHEAD, PAIRED,
                 )),
             ],
             [4, 2, 1],
@@ -154,7 +154,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD, PAIRED if K_MAJOR else 0,
+                    AHEAD, PAIRED,
                 )),
             ],
             [4, FETCHERS],
@@ -181,7 +181,7 @@ def _kernel(
                 (fetch_partition, (
                     x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
                     told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
-                    AHEAD, PAIRED if K_MAJOR else 0,
+                    AHEAD, PAIRED,
                 )),
             ],
             [4, 4, FETCHERS],

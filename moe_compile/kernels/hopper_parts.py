@@ -148,7 +148,7 @@ def fetch_partition(
 ):  # fmt: skip
     """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes. AHEAD: the
     kernel waits here for the one before it, with the first buffers' weights on their way. PAIRED: of a tile with so
-    many rows at most, two buffers that follow each other along K are filled at once."""
+    many rows at most, two buffers that follow each other along K are filled at once, if weights are contiguous so."""
     S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -181,7 +181,7 @@ def fetch_partition(
         for k0 in range(0, K, BK):
             s = count % S
             mbarrier.wait(empty.index(s), ((count // S) & 1) ^ 1)
-            if PAIRED:
+            if PAIRED and K_MAJOR:
                 two = (end - first <= PAIRED) & ((k0 // BK) % 2 == 0)
                 mbarrier.wait(empty.index((count + 1) % S), (((count + 1) // S) & 1) ^ 1, pred=two)
             lacking = count >= EARLY

@@ -95,8 +95,8 @@ class Recorded:
 
     def again(self, *arguments: Any) -> Again | None:
         """For calls like that of these arguments of the operator, not in tables; None where it can't be replayed."""
-        x_TH, ids_TK, *rest = operands_of(*arguments)
-        tape = self.tapes.known.get(_with_strides((x_TH.shape[0], ids_TK.dtype), (x_TH, ids_TK, *rest)))
+        operands = operands_of(*arguments)
+        tape = self.tapes.known.get(_with_strides((operands[0].shape[0], operands[1].dtype), operands))
         return Again(tape, *arguments) if isinstance(tape, Tape) else None
 
 

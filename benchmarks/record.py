@@ -46,7 +46,7 @@ class Cells:
 
     def add(self, cell: dict[str, Any], part: str = "cells") -> None:
         rows = [c for c in self.record.get(part, ()) if _at(c) != _at(cell)] + [cell]
-        self.put(**{part: sorted(rows, key=lambda c: (ORDER.index(c["geometry"].split()[0]), c["T"]))})
+        self.put(**{part: sorted(rows, key=lambda c: _place(_at(c)))})
 
     def put(self, **parts: Any) -> None:
         """Parts of the record other than cells, anew."""
@@ -56,6 +56,11 @@ class Cells:
 
 def _at(cell: dict[str, Any]) -> tuple[str, int]:
     return cell["geometry"], cell["T"]
+
+
+def _place(at: tuple[str, int]) -> tuple[int, int]:
+    """In a record: a geometry may be cut, as its further words say."""
+    return ORDER.index(at[0].split()[0]), at[1]
 
 
 class Record:
@@ -94,15 +99,14 @@ class Record:
         gaps: dict[tuple[str, int], dict[str, str]] = {}
         for part in filter(None, (self.earlier, *self.parts)):
             for cell in part["cells"]:
-                at = cell["geometry"], cell["T"]
-                cells[at], gaps[at] = cell, {}
+                cells[_at(cell)], gaps[_at(cell)] = cell, {}
             for name, why, geometry, T in (
                 (name, why, geometry, T) for name, reasons in part["absent"].items() for why, where in reasons.items()
                 for geometry, tokens in where.items() for T in tokens
             ):  # fmt: skip
                 gaps[geometry, T][name] = why
         absent: dict[str, dict[str, dict[str, list[int]]]] = {}
-        ordered = sorted(cells, key=lambda at: (ORDER.index(at[0]), at[1]))
+        ordered = sorted(cells, key=_place)
         for geometry, T in ordered:
             for name, why in gaps[geometry, T].items():
                 absent.setdefault(name, {}).setdefault(why, {}).setdefault(geometry, []).append(T)
@@ -120,7 +124,7 @@ def providers_of(found: dict[str, Any], kept: dict[str, Any], what: str) -> dict
                 "geometry": c["geometry"], "T": c["T"], "us": us, "product": product, "fastest": fastest,
                 "over_fastest": round(product / us[fastest], 3),
             })  # fmt: skip
-    head = {k: found[k] for k in ("date", "device", "versions")}
+    head = {k: found[k] for k in HEAD}
     absent = {n: why for n, why in found["absent"].items() if n.startswith(THEIRS)}
     return {**head, "what": what, "memory": kept, "absent": absent, "cells": cells}
 

@@ -6,7 +6,8 @@ positions, cast once; zero for an expert without routes. The torch twin is outer
 A program stays on its processor and takes tiles in turn; one partition fetches as far ahead as its buffers reach, two
 multiply, half of a tile's rows each, and what warps are left may do other work beside (beside.py). Both operands come
 by tensor descriptors that end where the expert's rows do (`ragged`): a step past them adds zeros, whatever the next
-rows hold. A tile is passed through shared memory and stored by the copy engine, while the next tile's products run.
+rows hold. A tile is passed through shared memory, in pieces that leave room for more buffers, and stored by the copy
+engine, while the next tile's products run.
 Invariant: one program makes an element, over positions in order: bitwise repeatable.
 """
 
@@ -31,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .beside import Beside, Kind, beside_partition, nothing
 from .hopper import processors, swizzled
-from .hopper_parts import barriers, fetch
+from .hopper_parts import barriers, fetch, split_columns
 from .launch import Bound, ceil_div
 from .sizes import PART
 
@@ -61,11 +62,13 @@ def at(p, end, column):
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The tile of `outer`: 2 * PART x N of an expert's matrix, K routes a step, S buffers, GROUP tiles side by side."""
+    """The tile of `outer`: 2 * PART x N of an expert's matrix, K routes a step, S buffers; PIECE columns are stored at
+    once, of GROUP tiles side by side."""
 
     N: int = 256
     K: int = 32
-    S: int = 6
+    S: int = 8
+    PIECE: int = 64
     GROUP: int = 8
 
 
@@ -104,6 +107,28 @@ def _fetch_partition(
 
 
 @gluon.jit
+def _pass_on(out, value, bufs, i: gl.constexpr, e, m0, n0, N: gl.constexpr):
+    """Stores N columns of a tile's `value`, PIECE at a time, through buffers i and i + 1."""
+    PIECE: gl.constexpr = bufs.type.shape[3]
+    left, right = split_columns(value, N)
+    HALF: gl.constexpr = N // 2
+    if HALF > PIECE:
+        _pass_on(out, left, bufs, i, e, m0, n0, HALF)
+        _pass_on(out, right, bufs, i, e, m0, n0 + HALF, HALF)
+    else:
+        _send(out, left, bufs.index(i), e, m0, n0)
+        _send(out, right, bufs.index(i + 1), e, m0, n0 + HALF)
+
+
+@gluon.jit
+def _send(out, value, buf, e, m0, n0):
+    tma.store_wait(1)  # what was in the buffer has been read
+    buf.reshape([value.shape[0], value.shape[1]]).store(value)
+    fence_async_shared()
+    send(out, [e, m0, n0], buf)
+
+
+@gluon.jit
 def _multiply_partition(
     out, spans_ptr, a_bufs, b_bufs, out_bufs, full, empty, PART: gl.constexpr, TILES: gl.constexpr,
     HIGH: gl.constexpr, WIDE: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, M: gl.constexpr,
@@ -128,24 +153,15 @@ def _multiply_partition(
             count += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index((count + S - 1) % S), count=1, pred=end > first)
-        left, right = gl.split(gl.permute(gl.reshape(acc.to(kind), (M, 2, N // 2)), (0, 2, 1)))
-        left_buf, right_buf = out_bufs.index(2 * PART), out_bufs.index(2 * PART + 1)
-        tma.store_wait(1)  # the last tile's left half has been read
-        left_buf.reshape([M, N // 2]).store(left)
-        fence_async_shared()
-        send(out, [e, m0 + M * PART, n0], left_buf)
-        tma.store_wait(1)
-        right_buf.reshape([M, N // 2]).store(right)
-        fence_async_shared()
-        send(out, [e, m0 + M * PART, n0 + N // 2], right_buf)
+        _pass_on(out, acc.to(kind), out_bufs, 2 * PART, e, m0 + M * PART, n0, N)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["tokens"])
 def _outer_kernel(
     a, b, out, spans_ptr, source_ptr, ids_ptr, other_ptr, result_ptr, stride, tokens, TILES: gl.constexpr,
-    HIGH: gl.constexpr, WIDE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr,
-    GROUP: gl.constexpr, PROGRAMS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr,
+    HIGH: gl.constexpr, WIDE: gl.constexpr, M: gl.constexpr, N: gl.constexpr, K: gl.constexpr, PIECE: gl.constexpr,
+    S: gl.constexpr, GROUP: gl.constexpr, PROGRAMS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr,
     OUT_LAYOUT: gl.constexpr, BESIDE: gl.constexpr, E: gl.constexpr, TOPK: gl.constexpr, H: gl.constexpr,
     BLOCK: gl.constexpr, WEIGHTED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -156,7 +172,7 @@ def _outer_kernel(
     kind: gl.constexpr = a.dtype
     a_bufs = gl.allocate_shared_memory(kind, [2 * S, 1, 1, K, M], A_LAYOUT)
     b_bufs = gl.allocate_shared_memory(kind, [S, 1, 1, K, N], B_LAYOUT)
-    out_bufs = gl.allocate_shared_memory(kind, [4, 1, M, N // 2], OUT_LAYOUT)
+    out_bufs = gl.allocate_shared_memory(kind, [4, 1, M, PIECE], OUT_LAYOUT)
     full, empty = barriers(S, 1, 2)
     if BESIDE is None:
         gl.warp_specialize(
@@ -207,10 +223,12 @@ def _bound(
     E, M, N = sizes
     high, wide = ceil_div(M, 2 * PART), ceil_div(N, tile.N)
     programs = processors(device)
-    layouts = [swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.N // 2])]
+    layouts = [swizzled(s, dtype) for s in ([1, 1, tile.K, PART], [1, 1, tile.K, tile.N], [1, PART, tile.PIECE])]
     tiles = E * high * wide
     programs = min(programs, tiles)
-    constants = (tiles, high, wide, PART, tile.N, tile.K, tile.S, tile.GROUP, programs, *layouts, *beside.constants)
+    constants = (
+        tiles, high, wide, PART, tile.N, tile.K, tile.PIECE, tile.S, tile.GROUP, programs, *layouts, *beside.constants,
+    )  # fmt: skip
     return Bound(_outer_kernel, constants, device, warps=4, overlap=True, registers=168), programs, layouts[2]
 
 
@@ -226,7 +244,7 @@ def outer(
     out = torch.empty(sizes, dtype=a_RM.dtype, device=a_RM.device)
     arguments = (
         ragged(a_RM, (tile.K, PART), a_RM.dtype), ragged(b_RN, (tile.K, tile.N), a_RM.dtype),
-        TensorDescriptor.from_tensor(out, [1, PART, tile.N // 2], layout), spans_E2,
+        TensorDescriptor.from_tensor(out, [1, PART, tile.PIECE], layout), spans_E2,
         *also.arguments,
     )  # fmt: skip
     bound((programs, 1), arguments, (also.tokens,))

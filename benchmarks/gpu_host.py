@@ -2,9 +2,10 @@
 
 In: geometries and token counts on the command line. Out: tables on stdout, host.json under $OUT (or .).
 Time is that of CALLS calls one after the other without a synchronization, over CALLS, so few that no queue is full: the
-median of ROUNDS such runs, and the least of them, on the processor that a loop of Python is fastest on at the time: a
-virtual machine shares its processors, and some are half as fast as others for seconds. A provider's column is its
-cheapest tactic by the cost model; where it offers none for so few tokens, that of T = 4096.
+median of ROUNDS such runs, and the least of them. A virtual machine shares its processors, and some are half as fast as
+others for seconds: so each round goes through all that is timed, on the processor that a loop of Python is fastest on
+at the time. A provider's column is its cheapest tactic by the cost model; where it offers none for so few tokens, that
+of T = 4096.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ from moe_compile.providers import Candidate, Plan, launcher, providers
 from moe_compile.spec import ExpertsSpec
 from moe_compile.suite import GEOMETRIES, tokens_of, weights_of
 
-CALLS, ROUNDS = 20, 40
+CALLS, ROUNDS, WARM = 20, 40, 5
 MORE = 8
 PROVIDERS = ("triton_decode", "triton_grouped", "triton_hopper")
 MOST_TOKENS = {"triton_decode": 64}  # beyond, a call takes the device milliseconds
@@ -71,21 +74,32 @@ def fastest_processor() -> int:
     return min(PROCESSORS, key=seconds)
 
 
-def host(call: Callable[[], Any], calls: int = CALLS) -> tuple[float, float]:
-    """(median, least) us of host time a call."""
-    os.sched_setaffinity(0, {fastest_processor()})
-    for _ in range(2 * calls):  # whose caches know nothing of it
-        call()
-    torch.cuda.synchronize()
-    times = []
+@dataclass(frozen=True)
+class Way:
+    """A call, so many of which are timed at once, in a mode of torch's."""
+
+    call: Callable[[], Any]
+    calls: int = CALLS
+    mode: Callable[[], AbstractContextManager[Any]] = torch.no_grad
+
+
+def host(ways: dict[Any, Way]) -> dict[Any, tuple[float, float]]:
+    """(median, least) us of host time a call, of each."""
+    times: dict[Any, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append(1e6 * (time.perf_counter() - start) / calls)
-        torch.cuda.synchronize()
+        os.sched_setaffinity(0, {fastest_processor()})
+        for name, way in ways.items():
+            with way.mode():
+                for _ in range(WARM):  # the processor's caches know nothing of it
+                    way.call()
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(way.calls):
+                    way.call()
+                times[name].append(1e6 * (time.perf_counter() - start) / way.calls)
+                torch.cuda.synchronize()
     os.sched_setaffinity(0, PROCESSORS)
-    return round(statistics.median(times), 2), round(min(times), 2)
+    return {name: (round(statistics.median(us), 2), round(min(us), 2)) for name, us in times.items()}
 
 
 def candidate(name: str, spec: ExpertsSpec, T: int) -> Candidate | None:
@@ -114,34 +128,35 @@ def parts(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, tuple[float, float]]
     ways = {n: together(four[:n], 1, None) for n in (0, 1, 4)}
     apart, empty = one_by_one(four, 1), torch._C._dynamo.guards._empty_strided_cuda
     alloc, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
-    with torch.no_grad():
-        return {
-            "torch.empty": host(lambda: torch.empty((1, spec.H), dtype=x.dtype, device=GPU), 100),
-            "x.add_(1)": host(lambda: x.add_(1), 100),
-            "an operator that does nothing": host(lambda: passes(*operands), 100),
-            "a launch by kernel[grid]": host(lambda: _nothing[(1, 1)](x, x, 5, 3), 50),
-            "a launch by Triton's launcher": host(lambda: made.run(*launch), 50),
-            **{f"{n} launches by launches.c": host(lambda w=w: w([address], stream), 50) for n, w in ways.items() if w},
-            "4 launches one by one": host(lambda: apart([address], stream), 50),
-            "an output": host(lambda: empty((1, spec.H), (spec.H, 1), x.dtype), 100),
-            "scratch memory": host(lambda: free(alloc(1 << 20, stream)), 100),
-            "the current stream": host(lambda: torch._C._cuda_getCurrentRawStream(0), 100),
-            "an address": host(x.data_ptr, 100),
-        }
+    return host({
+        "torch.empty": Way(lambda: torch.empty((1, spec.H), dtype=x.dtype, device=GPU), 100),
+        "x.add_(1)": Way(lambda: x.add_(1), 100),
+        "an operator that does nothing": Way(lambda: passes(*operands), 100),
+        "a launch by kernel[grid]": Way(lambda: _nothing[(1, 1)](x, x, 5, 3), 50),
+        "a launch by Triton's launcher": Way(lambda: made.run(*launch), 50),
+        **{f"{n} launches by launches.c": Way(lambda w=w: w([address], stream), 50) for n, w in ways.items() if w},
+        "4 launches one by one": Way(lambda: apart([address], stream), 50),
+        "an output": Way(lambda: empty((1, spec.H), (spec.H, 1), x.dtype), 100),
+        "scratch memory": Way(lambda: free(alloc(1 << 20, stream)), 100),
+        "the current stream": Way(lambda: torch._C._cuda_getCurrentRawStream(0), 100),
+        "an address": Way(x.data_ptr, 100),
+    })  # fmt: skip
 
 
-def calls(spec: ExpertsSpec, tokens: list[int], p: ExpertWeights, of: Any) -> Iterator[dict[str, Any]]:
+def calls(spec: ExpertsSpec, tokens: list[int], p: ExpertWeights, of: Any) -> list[dict[str, Any]]:
     """A row for each provider and T. of: of_call or of_compiled."""
     inputs = {T: tokens_of(spec, T, GPU) for T in tokens}
     several = [(T, c) for T in tokens for name in PROVIDERS if (c := candidate(name, spec, T))]
     with ThreadPoolExecutor(16) as pool, compiling(pool):
         for T, c in several:
             launcher(c, spec, GPU)(*inputs[T], p)
-    for T, c in several:
-        times = of(c, spec, inputs[T], p)
-        print(f"{T:6} {c.provider:16} {times}", flush=True)
-        us, least = ({k: v[i] for k, v in times.items()} for i in (0, 1))
-        yield {"T": T, "candidate": str(c), "us": us, "least_us": least}
+    times = of([(c, inputs[T]) for T, c in several], spec, p)
+    rows = []
+    for (T, c), found in zip(several, times):
+        print(f"{T:6} {c.provider:16} {found}", flush=True)
+        us, least = ({k: v[i] for k, v in found.items()} for i in (0, 1))
+        rows.append({"T": T, "candidate": str(c), "us": us, "least_us": least})
+    return rows
 
 
 def chain(rest: tuple[Any, ...], n: int, x: torch.Tensor) -> torch.Tensor:
@@ -151,30 +166,41 @@ def chain(rest: tuple[Any, ...], n: int, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def of_call(
-    c: Candidate, spec: ExpertsSpec, inputs: tuple[torch.Tensor, ...], p: ExpertWeights
-) -> dict[str, tuple[float, ...]]:
+Several = list[tuple[Candidate, tuple[torch.Tensor, ...]]]
+
+
+def rest_of(c: Candidate, inputs: tuple[torch.Tensor, ...], spec: ExpertsSpec, p: ExpertWeights) -> tuple[Any, ...]:
+    """The operator's arguments but the first."""
+    return (*inputs[1:], *p.arguments(), str(spec), str(Plan.of([(None, c)])))
+
+
+def of_call(several: Several, spec: ExpertsSpec, p: ExpertWeights) -> list[dict[str, tuple[float, float]]]:
     """One call by each way to it."""
-    run, rest = launcher(c, spec, GPU), (*inputs[1:], *p.arguments(), str(spec), str(Plan.of([(None, c)])))
-    x, times = inputs[0], {}
-    with torch.no_grad():
-        times["launcher"] = host(lambda: run(*inputs, p))
-        times["operator"] = host(lambda: experts(x, *rest))
-    with torch.inference_mode():
-        times["operator, inference_mode"] = host(lambda: experts(x, *rest))
-    return times
+    ways: dict[Any, Way] = {}
+    for i, (c, inputs) in enumerate(several):
+        run, arguments = launcher(c, spec, GPU), (inputs[0], *rest_of(c, inputs, spec, p))
+        ways[i, "launcher"] = Way(lambda run=run, inputs=inputs: run(*inputs, p))
+        ways[i, "operator"] = Way(lambda arguments=arguments: experts(*arguments))
+        ways[i, "operator, inference_mode"] = Way(ways[i, "operator"].call, mode=torch.inference_mode)
+    times = host(ways)
+    return [{name: us for (j, name), us in times.items() if j == i} for i in range(len(several))]
 
 
-def of_compiled(
-    c: Candidate, spec: ExpertsSpec, inputs: tuple[torch.Tensor, ...], p: ExpertWeights
-) -> dict[str, tuple[float, ...]]:
+def of_compiled(several: Several, spec: ExpertsSpec, p: ExpertWeights) -> list[dict[str, tuple[float, float]]]:
     """Each further call in a function that Inductor compiled."""
-    rest = (*inputs[1:], *p.arguments(), str(spec), str(Plan.of([(None, c)])))
-    torch._dynamo.reset()  # each candidate is another constant of the same code
-    one, more = (torch.compile(partial(chain, rest, n), fullgraph=True) for n in (1, 1 + MORE))
-    with torch.no_grad():
-        first, all_ = host(lambda: one(inputs[0])), host(lambda: more(inputs[0]), CALLS // 4)
-    return {"one more in compiled code": tuple(round((b - a) / MORE, 2) for a, b in zip(first, all_))}
+    found = []
+    for c, inputs in several:
+        rest = rest_of(c, inputs, spec, p)
+        torch._dynamo.reset()  # each candidate is another constant of the same code
+        one, more = (torch.compile(partial(chain, rest, n), fullgraph=True) for n in (1, 1 + MORE))
+        times = host({1: Way(partial(one, inputs[0])), 1 + MORE: Way(partial(more, inputs[0]), CALLS // 4)})
+        first, all_ = times.values()
+        found.append({"one more in compiled code": (_each(first[0], all_[0]), _each(first[1], all_[1]))})
+    return found
+
+
+def _each(one: float, more: float) -> float:
+    return round((more - one) / MORE, 2)
 
 
 def fresh(spec: ExpertsSpec, p: ExpertWeights) -> dict[str, float]:
@@ -205,7 +231,7 @@ def main() -> None:
         "cpu": (cpu[0].partition(":")[2].strip() if cpu else platform.processor()), "cpus": os.cpu_count(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "protocol": f"host us a call: median and least of {ROUNDS} runs of {CALLS} calls without a synchronization, "
-        "on the processor that a loop of Python is fastest on",
+        "each round through all of them, on the processor that a loop of Python is fastest on",
         "geometries": {},
     }  # fmt: skip
     out = Path(os.environ.get("OUT", ".")) / "host.json"
@@ -216,9 +242,8 @@ def main() -> None:
         results["geometries"][name] = found
         found["parts"] = {k: {"us": v[0], "least_us": v[1]} for k, v in parts(spec, p).items()}
         print(name, found["parts"], flush=True)
-        for row in calls(spec, options.T, p, of_call):
-            found["calls"].append(row)
-            out.write_text(json.dumps(results, indent=1))
+        found["calls"] = calls(spec, options.T, p, of_call)
+        out.write_text(json.dumps(results, indent=1))
         found["first call"] = fresh(spec, p)
         print(found["first call"], flush=True)
         for row in calls(spec, [options.T[0], options.T[-1]], p, of_compiled):  # leaves much behind: after all others

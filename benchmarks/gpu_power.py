@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -29,6 +27,9 @@ import pynvml
 import torch
 import triton
 from gpu_kernels import spec_of, weights_of
+from record import Cells
+
+from moe_compile import bench
 
 SECONDS, WARM, BATCH = 1.5, 0.4, 0.04
 PRODUCTS = ("fc1 hopper", "fc2 hopper", "act hopper", "dx hopper", "ddown hopper", "dgate_up hopper")
@@ -54,19 +55,13 @@ def references() -> dict[str, tuple[Callable[[], Any], float]]:
 
 def steady(call: Callable[[], Any], device: Any) -> dict[str, float]:
     """us of a call, W and MHz, from one step of the energy counter to another."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(10):
-            call()
+    captured = bench.capture([call] * 10)
+    replays = 1 + int(BATCH / captured.calls / captured.seconds(1))  # between two looks at the counter, which take time
     began = time.perf_counter()
-    graph.replay()
-    torch.cuda.synchronize()
-    replays = 1 + int(BATCH / (time.perf_counter() - began))  # between two looks at the counter, which take a while
 
     def batch() -> Any:
         for _ in range(replays):
-            graph.replay()
+            captured.graph.replay()
         done = torch.cuda.Event()
         done.record()
         return done
@@ -78,7 +73,7 @@ def steady(call: Callable[[], Any], device: Any) -> dict[str, float]:
     while len(marks) < 2:
         following = batch()  # so that the device never waits
         running.synchronize()
-        running, calls = following, calls + 10 * replays
+        running, calls = following, calls + captured.calls * replays
         now, energy = time.perf_counter(), pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
         clocks.append(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
         stepped, last = last not in (None, energy), energy
@@ -132,26 +127,25 @@ def main() -> None:
         return
     pynvml.nvmlInit()
     device = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    record: dict[str, Any] = {
-        "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(),
-        "versions": {m.__name__: m.__version__ for m in (torch, triton)}, "what": __doc__,
-        "limit_W": pynvml.nvmlDeviceGetEnforcedPowerLimit(device) / 1e3,
-        "most_MHz": pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM), "cells": [],
-    }  # fmt: skip
-    path = Path(os.environ.get("OUT", "."), "power.json")
+    record = Cells("power.json", "")
+    record.begin(
+        date=time.strftime("%Y-%m-%d"), device=torch.cuda.get_device_name(),
+        versions={m.__name__: m.__version__ for m in (torch, triton)}, what=__doc__,
+        limit_W=pynvml.nvmlDeviceGetEnforcedPowerLimit(device) / 1e3,
+        most_MHz=pynvml.nvmlDeviceGetMaxClockInfo(device, pynvml.NVML_CLOCK_SM),
+    )  # fmt: skip
     for name in args.geometries:
         for T in args.T:
             calls = {**products(name, T), **references()}
             bytes_of = moved(name, T, list(calls))
             rows: dict[str, Any] = {}
-            record["cells"].append({"geometry": name, "T": T, "rows": rows})
             for row, (call, flop) in calls.items():
                 rows[row] = steady(call, device)
                 rows[row] |= {"GFLOP": round(flop / 1e9, 1)} | (
                     {"GB": round(bytes_of[row] / 1e9, 3)} if bytes_of else {}
                 )
                 print(name, T, row, rows[row], flush=True)
-                path.write_text(json.dumps(record, indent=1))
+                record.add({"geometry": name, "T": T, "rows": rows})
             del calls
             torch.cuda.empty_cache()
 

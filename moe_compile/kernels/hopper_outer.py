@@ -62,8 +62,8 @@ def at(p, end, column):
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The tile of `outer`: 2 * PART x N of an expert's matrix, K routes a step, S buffers; PIECE columns are stored at
-    once, of GROUP tiles side by side."""
+    """The tile of `outer`: 2 * PART x N of an expert's matrix, K routes a step, S buffers, GROUP tiles side by side;
+    PIECE columns of it are stored at once."""
 
     N: int = 256
     K: int = 32

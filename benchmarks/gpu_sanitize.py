@@ -77,7 +77,7 @@ def grouped() -> Iterator[str]:
 def hopper() -> Iterator[str]:
     def tactics(spec: ExpertsSpec) -> list[Tactic]:
         ways = [(m, g) for m in VALID["M"] for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
-        return [Tactic.of(M=m, N1=128 if spec.gated else 256, G1=8, N2=256, G2=8, GATHER=g) for m, g in ways]
+        return [Tactic.of(M=m, N1=128 if spec.gated else 256, N2=256, GATHER=g) for m, g in ways]
 
     yield from calls(TritonHopper(), 300, tactics)
 

@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from . import sizes
 from .beside import NOTHING, Beside, Kind, beside_partition, nothing
-from .hopper_parts import barriers, fetch_partition, multiply_partition, telling
+from .hopper_parts import barriers, fetch_partition, multiply_partition, telling, tile_of
 from .hopper_swapped import SIDE, swapped_partition
 from .launch import Bound, ceil_div, power_of_2
 from .sizes import HEIGHTS, PART
@@ -47,14 +47,13 @@ ALONE, ALTERNATING, BLOCKS, TENSORS = 0, 1, 2, 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Persistent:
-    """ROWS of a tile at most, N columns (for fc1: of gate and of up each), S buffers, GROUP row tiles side by side
-    before the next column tile; GATHER: fc1 reads x's rows by their routes, not sorted ones; H is then a multiple of
-    64. 64 and 160 rows are the products' columns (hopper_swapped.py); N is then 256, with a gate 128. AHEAD: the kernel
-    before it in the stream began when the schedule was complete; so its first weights are fetched while that ends."""
+    """ROWS of a tile at most, N columns (for fc1: of gate and of up each), S buffers; GATHER: fc1 reads x's rows by
+    their routes, not sorted ones; H is then a multiple of 64. 64 and 160 rows are the products' columns
+    (hopper_swapped.py); N is then 256, with a gate 128. AHEAD: the kernel before it in the stream began when the
+    schedule was complete; so its first weights are fetched while that ends."""
 
     N: int
     S: int = 0  # as many as fit
-    GROUP: int = 8
     GATHER: int = 0
     ROWS: int = 128
     AHEAD: bool = False
@@ -65,7 +64,7 @@ def _kernel(
     x_ptr, a, w, v, bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, stride_xt, source_ptr, ids_ptr,
     other_ptr, result_ptr, stride, bound, tokens,
     CHOICES: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
-    PARTS: gl.constexpr, SWAP: gl.constexpr, S: gl.constexpr, GROUP: gl.constexpr, GATHER: gl.constexpr,
+    PARTS: gl.constexpr, SWAP: gl.constexpr, S: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
     ACT: gl.constexpr, A_LAYOUT: gl.constexpr, B_SHAPE: gl.constexpr, B_LAYOUT: gl.constexpr,
@@ -90,23 +89,24 @@ def _kernel(
     full, empty = barriers(S, 1 + (32 * FETCHERS if GATHER else 0), MULTIPLIERS)  # every copying thread arrives too
     told, told_full, told_empty = telling(FETCHERS, MULTIPLIERS)
     tiles = gl.load(plan_ptr)
+    pid = tile_of(gl.program_id(0), tiles, plan_ptr, bound, COLUMNS)
     if SWAP:
         turned = gl.allocate_shared_memory(kind, [2, SIDE, SIDE], TURNED_LAYOUT)
         gl.warp_specialize(
             [
                 (swapped_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, turned, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    told, told_full, told_empty, turned, 0, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
                 )),
                 (swapped_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty,
-                    told, told_full, told_empty, turned, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    told, told_full, told_empty, turned, 1, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, ACT,
                 )),
                 (fetch_partition, (
-                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
-                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, pid, a_bufs, b_bufs, full, empty, told,
+                    told_full, told_empty, CHOICES, COLUMNS, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
                     AHEAD, PAIRED,
                 )),
             ],
@@ -118,20 +118,20 @@ def _kernel(
             [
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (beside_partition, (
                     source_ptr, ids_ptr, other_ptr, result_ptr, tokens, stride, BESIDE, E, TOPK, H, BLOCK, WEIGHTED,
                 )),
                 (fetch_partition, (
-                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
-                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, pid, a_bufs, b_bufs, full, empty, told,
+                    told_full, told_empty, CHOICES, COLUMNS, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
                     AHEAD, PAIRED,
                 )),
             ],
@@ -143,17 +143,17 @@ def _kernel(
             [
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (fetch_partition, (
-                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
-                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, pid, a_bufs, b_bufs, full, empty, told,
+                    told_full, told_empty, CHOICES, COLUMNS, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
                     AHEAD, PAIRED,
                 )),
             ],
@@ -165,22 +165,22 @@ def _kernel(
             [
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 0, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 1, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (multiply_partition, (
                     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs,
-                    full, empty, told, told_full, told_empty, 2, PARTS, COLUMNS, GROUP, N, BK, K, OUT, GATHER, FIRST,
+                    full, empty, told, told_full, told_empty, 2, PARTS, COLUMNS, N, BK, K, OUT, GATHER, FIRST,
                     HALVES, GATE_FIRST, K_MAJOR, stride_be, V_ROW, BIAS, SCALE, KEEP, ACT,
                 )),
                 (fetch_partition, (
-                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full,
-                    told_empty, CHOICES, COLUMNS, GROUP, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
+                    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, pid, a_bufs, b_bufs, full, empty, told,
+                    told_full, told_empty, CHOICES, COLUMNS, K, PARTS, N, BK, GATHER, HALVES, K_MAJOR, A_BYTES, B_BYTES,
                     AHEAD, PAIRED,
                 )),
             ],
@@ -275,7 +275,7 @@ def _bound(
     assert not (swap and (keep or beside is not NOTHING)), (tile, keep)
     registers = height.gathering if gather else (height.registers, 24)
     constants = (
-        choices, depth, columns, part, tile.N, DEPTH, tile.ROWS // part, swap, buffers, tile.GROUP, gather, first,
+        choices, depth, columns, part, tile.N, DEPTH, tile.ROWS // part, swap, buffers, gather, first,
         kind, not halves.startswith("up_gate"), k_major, bias_stride or 0, 0 if kind == TENSORS else I,
         bias_stride is not None, weights is not None, keep, act, a_layout, (buffers, *shape), w_layout,
         swizzled([SIDE.value, SIDE.value], dtype), *registers, *beside.constants, tile.AHEAD,

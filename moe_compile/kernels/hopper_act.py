@@ -34,6 +34,7 @@ from .hopper_parts import (
     split_columns,
     telling,
     tile_at,
+    tile_of,
 )
 from .kept import placed
 from .launch import Bound, ceil_div
@@ -41,7 +42,7 @@ from .sizes import PART
 from .sort import Schedule
 
 COLUMNS, PIECE = 256, 32  # of a tile; of gate_up_RG, of each half where these are two blocks, taken at once
-DEPTH, S, P, GROUP = 64, 3, 2, 8  # of a step; buffers of steps, of pieces of gate and up; row tiles side by side
+DEPTH, S, P = 64, 3, 2  # of a step; buffers of steps, of pieces of gate and up
 READERS = 4  # partitions that are told a tile's number
 
 
@@ -61,8 +62,8 @@ def _hand_over(dv, bufs, j, N: gl.constexpr):
 @gluon.jit
 def _multiply_partition(
     plan_ptr, tiles, a_bufs, b_bufs, dv_bufs, power_bufs, full, empty, dv_full, dv_empty, told, told_full, told_empty,
-    PART: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr, BK: gl.constexpr,
-    H: gl.constexpr, K_MAJOR: gl.constexpr,
+    PART: gl.constexpr, COLUMNS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, H: gl.constexpr,
+    K_MAJOR: gl.constexpr,
 ):  # fmt: skip
     """Rows 64 * PART and on of each tile; of a tile without such rows, the buffers as they come."""
     M: gl.constexpr = a_bufs.type.shape[1]
@@ -70,11 +71,11 @@ def _multiply_partition(
     STEPS: gl.constexpr = (H + BK - 1) // BK
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     count, number, total = 0, 0, tiles * COLUMNS
-    pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
+    pid, place = claimed_ahead(number, total, plan_ptr, told, told_full, told_empty, COLUMNS, N)
     while pid < total:
         number += 1
         _, first, end, _ = place
-        pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
+        pid, place = claimed_ahead(number, total, plan_ptr, told, told_full, told_empty, COLUMNS, N)
         if first + PART * M < end:
             acc, _ = multiply(
                 gl.zeros((M, N), gl.float32, mma), count, a_bufs, b_bufs, full, empty, PART, 2, BK, H, False, K_MAJOR
@@ -95,7 +96,7 @@ def _multiply_partition(
 @gluon.jit
 def _kept_partition(
     one, two, plan_ptr, tiles, one_bufs, two_bufs, full, empty, told, told_full, told_empty, COLUMNS: gl.constexpr,
-    GROUP: gl.constexpr, M: gl.constexpr, N: gl.constexpr, PIECE: gl.constexpr, HALVES: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, PIECE: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
     """Fetches gate and up, piece after piece of M rows."""
     P: gl.constexpr = one_bufs.type.shape[0]
@@ -104,7 +105,7 @@ def _kept_partition(
     count, number, total = 0, 0, tiles * COLUMNS
     pid = claimed(number, told, told_full, told_empty)
     while pid < total:
-        _, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+        _, first, end, n0 = tile_at(pid, plan_ptr, COLUMNS, N)
         number += 1
         pid = claimed(number, told, told_full, told_empty)
         for p in range(first, gl.minimum(end, first + 2 * M), M):
@@ -142,9 +143,9 @@ def _follows(dv, one, two, dv_by, act_by, kind: gl.constexpr, HALVES: gl.constex
 @gluon.jit
 def _arithmetic_partition(
     dkept_ptr, act_ptr, route_weight_ptr, parts_ptr, plan_ptr, bound, R, tiles, dv_bufs, power_bufs, one_bufs, two_bufs,
-    dv_full, dv_empty, full, empty, told, told_full, told_empty, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-    N: gl.constexpr, I: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, SCALE: gl.constexpr,
-    PARTS: gl.constexpr, ACT: gl.constexpr, BY_GATE: gl.constexpr, BY_UP: gl.constexpr,
+    dv_full, dv_empty, full, empty, told, told_full, told_empty, COLUMNS: gl.constexpr, N: gl.constexpr,
+    I: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, SCALE: gl.constexpr, PARTS: gl.constexpr,
+    ACT: gl.constexpr, BY_GATE: gl.constexpr, BY_UP: gl.constexpr,
 ):  # fmt: skip
     """Makes and stores what follows from dv, M rows after M rows, in pieces as they are fetched."""
     P: gl.constexpr = one_bufs.type.shape[0]
@@ -159,7 +160,7 @@ def _arithmetic_partition(
     count, number, total = 0, 0, tiles * COLUMNS
     pid = claimed(number, told, told_full, told_empty)
     while pid < total:
-        _, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+        _, first, end, n0 = tile_at(pid, plan_ptr, COLUMNS, N)
         parts = parts_ptr + (n0 // N).to(gl.int64) * R
         number += 1
         pid = claimed(number, told, told_full, told_empty)
@@ -221,9 +222,9 @@ def _act_backward_kernel(
     a, w, one, two, dkept_ptr, act_ptr, route_weight_ptr, parts_ptr, plan_ptr, bound, R, H: gl.constexpr,
     I: gl.constexpr, K_MAJOR: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, SCALE: gl.constexpr,
     PARTS: gl.constexpr, ACT: gl.constexpr, BY_GATE: gl.constexpr, BY_UP: gl.constexpr, M: gl.constexpr,
-    N: gl.constexpr, BK: gl.constexpr, PIECE: gl.constexpr, S: gl.constexpr, P: gl.constexpr, GROUP: gl.constexpr,
-    READERS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr,
-    WIDTH: gl.constexpr, KEPT_LAYOUT: gl.constexpr, PDL: gl.constexpr,
+    N: gl.constexpr, BK: gl.constexpr, PIECE: gl.constexpr, S: gl.constexpr, P: gl.constexpr,
+    READERS: gl.constexpr, A_LAYOUT: gl.constexpr, B_LAYOUT: gl.constexpr, DV_LAYOUT: gl.constexpr, WIDTH: gl.constexpr,
+    KEPT_LAYOUT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """M: rows of a multiplying partition, of two. WIDTH: columns of gate_up_RG that a piece of `one` has."""
     if PDL:
@@ -244,28 +245,29 @@ def _act_backward_kernel(
     dv_full, dv_empty = barriers(2, 1, 1)
     told, told_full, told_empty = telling(1, READERS)
     tiles = gl.load(plan_ptr)
+    pid = tile_of(gl.program_id(0), tiles, plan_ptr, bound, COLUMNS)
     gl.warp_specialize(
         [
             (_multiply_partition, (
                 plan_ptr, tiles, a_bufs, b_bufs, dv_bufs, power_bufs, full, empty, dv_full, dv_empty, told, told_full,
-                told_empty, 0, COLUMNS, GROUP, N, BK, H, K_MAJOR,
+                told_empty, 0, COLUMNS, N, BK, H, K_MAJOR,
             )),
             (_multiply_partition, (
                 plan_ptr, tiles, a_bufs, b_bufs, dv_bufs, power_bufs, full, empty, dv_full, dv_empty, told, told_full,
-                told_empty, 1, COLUMNS, GROUP, N, BK, H, K_MAJOR,
+                told_empty, 1, COLUMNS, N, BK, H, K_MAJOR,
             )),
             (_arithmetic_partition, (
                 dkept_ptr, act_ptr, route_weight_ptr, parts_ptr, plan_ptr, bound, R, tiles, dv_bufs, power_bufs,
                 one_bufs, two_bufs, dv_full, dv_empty, kept_full, kept_empty, told, told_full, told_empty, COLUMNS,
-                GROUP, N, I, HALVES, GATE_FIRST, SCALE, PARTS, ACT, BY_GATE, BY_UP,
+                N, I, HALVES, GATE_FIRST, SCALE, PARTS, ACT, BY_GATE, BY_UP,
             )),
             (fetch_partition, (
-                plan_ptr, a, w, w, plan_ptr, bound, 0, tiles, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
-                1, COLUMNS, GROUP, H, 2, N, BK, False, 0, K_MAJOR, M * BK * 2, N * BK * 2,
+                plan_ptr, a, w, w, plan_ptr, bound, 0, tiles, pid, a_bufs, b_bufs, full, empty, told, told_full,
+                told_empty, 1, COLUMNS, H, 2, N, BK, False, 0, K_MAJOR, M * BK * 2, N * BK * 2,
             )),
             (_kept_partition, (
                 one, two, plan_ptr, tiles, one_bufs, two_bufs, kept_full, kept_empty, told, told_full, told_empty,
-                COLUMNS, GROUP, M, N, PIECE, HALVES,
+                COLUMNS, M, N, PIECE, HALVES,
             )),
         ],
         [4, 2, 1, 1],
@@ -288,7 +290,7 @@ def _bound(
     layouts = {name: swizzled(box, dtype) for name, box in boxes.items()}
     programs = processors(device)
     constants = (
-        *sizes, k_major, kind, gate_first, weights is not None, parts, *acts, PART, COLUMNS, DEPTH, piece, S, P, GROUP,
+        *sizes, k_major, kind, gate_first, weights is not None, parts, *acts, PART, COLUMNS, DEPTH, piece, S, P,
         READERS, layouts["dout"], layouts["down"], swizzled([PART, piece], torch.float16), PIECE, layouts["kept"],
     )  # fmt: skip
     bound = Bound(_act_backward_kernel, constants, device, warps=4, overlap=True, registers=168)

@@ -29,20 +29,21 @@ _gather = getattr(async_copy, "async_load", None) or async_copy.async_copy_globa
 
 
 @gluon.jit
-def _place(pid, tiles, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """(row tile, column tile) of a number, row tiles fastest in groups of GROUP."""
-    group = pid // (GROUP * COLUMNS)
-    height = gl.maximum(gl.minimum(tiles - group * GROUP, GROUP), 1)
-    local = pid - group * GROUP * COLUMNS
-    return group * GROUP + local % height, local // height
+def tile_of(claim, tiles, plan_ptr, bound, COLUMNS: gl.constexpr):
+    """The number of the tile that is claimed as the `claim`th: column by column of a group of row tiles, which read the
+    same weights. From tiles * COLUMNS on, `claim`."""
+    m = claim // COLUMNS
+    group = gl.load(plan_ptr + 7 + 4 * m, mask=m < bound, other=0)  # undefined from `tiles` on; doesn't wait for them
+    start, height = m - (group & 0xFFFF), group >> 16
+    local = claim - start * COLUMNS
+    return gl.where(m < tiles, (start + local % height) * COLUMNS + local // height, claim)
 
 
 @gluon.jit
-def tile_at(pid, tiles, plan_ptr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, N: gl.constexpr):
+def tile_at(pid, plan_ptr, COLUMNS: gl.constexpr, N: gl.constexpr):
     """(expert, its first row, the expert's end, first column) of a tile's number."""
-    m, column = _place(pid, tiles, COLUMNS, GROUP)
-    tile_ptr = plan_ptr + 4 + 4 * m
-    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), column * N
+    tile_ptr = plan_ptr + 4 + 4 * (pid // COLUMNS)
+    return gl.load(tile_ptr), gl.load(tile_ptr + 1), gl.load(tile_ptr + 2), pid % COLUMNS * N
 
 
 @gluon.jit
@@ -87,12 +88,11 @@ def claimed(number, told, told_full, told_empty):
 
 @gluon.jit
 def claimed_ahead(
-    number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-    N: gl.constexpr,
+    number, total, plan_ptr, told, told_full, told_empty, COLUMNS: gl.constexpr, N: gl.constexpr
 ):  # fmt: skip
     """(the `number`th tile of this program, its place as of tile_at); from `total` on that is the last tile's."""
     pid = claimed(number, told, told_full, told_empty)
-    return pid, tile_at(gl.minimum(pid, total - 1), tiles, plan_ptr, COLUMNS, GROUP, N)
+    return pid, tile_at(gl.maximum(gl.minimum(pid, total - 1), 0), plan_ptr, COLUMNS, N)
 
 
 @gluon.jit
@@ -140,24 +140,24 @@ def _expect(full, parts, PARTS: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl
 
 @gluon.jit
 def fetch_partition(
-    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
-    CHOICES: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr, K: gl.constexpr,
-    PARTS: gl.constexpr, N: gl.constexpr, BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr,
-    K_MAJOR: gl.constexpr, A_BYTES: gl.constexpr, B_BYTES: gl.constexpr, AHEAD: gl.constexpr = False,
-    PAIRED: gl.constexpr = 0,
+    x_ptr, a, w, v, plan_ptr, bound, stride_xt, tiles, pid, a_bufs, b_bufs, full, empty, told, told_full, told_empty,
+    CHOICES: gl.constexpr, COLUMNS: gl.constexpr, K: gl.constexpr, PARTS: gl.constexpr, N: gl.constexpr,
+    BK: gl.constexpr, GATHER: gl.constexpr, HALVES: gl.constexpr, K_MAJOR: gl.constexpr, A_BYTES: gl.constexpr,
+    B_BYTES: gl.constexpr, AHEAD: gl.constexpr = False, PAIRED: gl.constexpr = 0,
 ):  # fmt: skip
-    """Fills the buffers, tile after tile. GATHER: these warps, four of them, copy rows by their routes. AHEAD: the
-    kernel waits here for the one before it, with the first buffers' weights on their way. PAIRED: of a tile with so
-    many rows at most, two buffers that follow each other along K are filled at once, if weights are contiguous so."""
+    """Fills the buffers, tile after tile, from tile `pid` on. GATHER: these warps, four of them, copy rows by their
+    routes. AHEAD: the kernel waits here for the one before it, with the first buffers' weights on their way. PAIRED: of
+    a tile with so many rows at most, two buffers that follow each other along K are filled at once, if weights are
+    contiguous so."""
     S: gl.constexpr = full.type.shape[0]
     M: gl.constexpr = a_bufs.type.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    count, number, pid, total = 0, 0, gl.program_id(0), tiles * COLUMNS
+    count, number, total = 0, 0, tiles * COLUMNS
     _tell(number, pid, told, told_full, told_empty)
     EARLY: gl.constexpr = min(S, (K + BK - 1) // BK) if AHEAD else 0
     if AHEAD:
         if pid < total:
-            e, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
+            e, first, end, n0 = tile_at(pid, plan_ptr, COLUMNS, N)
             parts = gl.minimum((end - first + M - 1) // M, PARTS)
             for s in gl.static_range(EARLY):
                 _expect(full.index(s), parts, PARTS, A_BYTES, B_BYTES, True)
@@ -169,9 +169,9 @@ def fetch_partition(
         if claim == total - 1:  # nobody claims after this
             gl.store(plan_ptr + 1, 0)
         number += 1
-        following = claim + gl.num_programs(0)
+        e, first, end, n0 = tile_at(pid, plan_ptr, COLUMNS, N)
+        following = tile_of(claim + gl.num_programs(0), tiles, plan_ptr, bound, COLUMNS)
         _tell(number, following, told, told_full, told_empty)
-        e, first, end, n0 = tile_at(pid, tiles, plan_ptr, COLUMNS, GROUP, N)
         parts = gl.minimum((end - first + M - 1) // M, PARTS)  # that have rows
         tokens = ()
         if GATHER:
@@ -359,7 +359,7 @@ def _multiply_tile(
 @gluon.jit
 def multiply_partition(
     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, kept_ptr, plan_ptr, bound, tiles, a_bufs, b_bufs, full, empty, told,
-    told_full, told_empty, PART: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    told_full, told_empty, PART: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
     N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, KEEP: gl.constexpr,
@@ -369,12 +369,12 @@ def multiply_partition(
     M: gl.constexpr = a_bufs.type.shape[1]
     STEPS: gl.constexpr = (K + BK - 1) // BK
     count, number, total = 0, 0, tiles * COLUMNS
-    pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
+    pid, place = claimed_ahead(number, total, plan_ptr, told, told_full, told_empty, COLUMNS, N)
     while pid < total:
         # the next tile's place is on its way while this tile's products are made
         number += 1
         e, first, end, n0 = place
-        pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
+        pid, place = claimed_ahead(number, total, plan_ptr, told, told_full, told_empty, COLUMNS, N)
         first += PART * M
         if first < end:
             _multiply_tile(

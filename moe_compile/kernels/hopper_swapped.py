@@ -251,7 +251,7 @@ def _multiply_tile(
 @gluon.jit
 def swapped_partition(
     bias_ptr, bias2_ptr, route_weight_ptr, out_ptr, plan_ptr, bound, tiles, x_bufs, b_bufs, full, empty, told,
-    told_full, told_empty, turned, PART: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+    told_full, told_empty, turned, PART: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr,
     N: gl.constexpr, BK: gl.constexpr, K: gl.constexpr, OUT: gl.constexpr, GATHER: gl.constexpr,
     FIRST: gl.constexpr, HALVES: gl.constexpr, GATE_FIRST: gl.constexpr, K_MAJOR: gl.constexpr,
     stride_be: gl.constexpr, V_ROW: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr, ACT: gl.constexpr,
@@ -260,12 +260,12 @@ def swapped_partition(
     STEPS: gl.constexpr = (K + BK - 1) // BK
     PIECES: gl.constexpr = _pieces(PARTS)
     count, number, total = 0, 0, tiles * COLUMNS
-    pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
+    pid, place = claimed_ahead(number, total, plan_ptr, told, told_full, told_empty, COLUMNS, N)
     while pid < total:
         # the next tile's place is on its way while this tile's products are made
         number += 1
         e, first, end, n0 = place
-        pid, place = claimed_ahead(number, total, tiles, plan_ptr, told, told_full, told_empty, COLUMNS, GROUP, N)
+        pid, place = claimed_ahead(number, total, plan_ptr, told, told_full, told_empty, COLUMNS, N)
         for i in gl.static_range(len(PIECES) // 2):
             if (end - first > _height(PIECES, i - 1)) & (end - first <= _height(PIECES, i)):
                 _multiply_tile(

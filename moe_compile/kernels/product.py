@@ -142,6 +142,6 @@ def strides_aligned(strides: tuple[int, ...], size: int) -> bool:
 def spans(schedule: Schedule) -> list[tuple[int, int, int]]:
     """(expert, first position, end) of each expert that has routes."""
     starts: dict[int, tuple[int, int, int]] = {}
-    for e, first, end in schedule.tiles().tolist():
+    for e, first, end, _ in schedule.tiles().tolist():
         starts.setdefault(e, (e, first, end))
     return list(starts.values())

@@ -29,15 +29,18 @@ _CHUNKS = 128  # most: each has a bit of four words
 _CELLS = 1 << 14  # pairs of counts added up at once
 _NARROW = 1 << 16  # R from which the pairs are of 32 bits each
 _PATIENCE = 64  # looks, of about half a microsecond, before a program counts other chunks than its own
+_GROUP = tl.constexpr(16)  # most tiles of a group
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`plan`: int32: (tiles, claimed, -, -), (expert, first, end, -) of each of `bound` tiles, then routes [R]; with
-    sort_routes' `inverse` also positions [R] and ends [E, 2], each from a multiple of 16 bytes on.
+    """`plan`: int32: (tiles, claimed, -, -), (expert, first, end, group) of each of `bound` tiles, then routes [R];
+    with sort_routes' `inverse` also positions [R] and ends [E, 2], each from a multiple of 16 bytes on.
 
     Tile m serves positions [first, min(first + BLOCK_M, end)) of the sorted routes, for its expert, whose last position
-    (with sort_routes' `part`: the tile's) is end - 1. `claimed` is 0 between kernels: hopper.py counts in it, and sets
+    (with sort_routes' `part`: the tile's) is end - 1. An expert's tiles are in groups, about as large as each other: a
+    tile is the (group & 0xffff)th of its group's (group >> 16), and hopper.py computes a group column by column, so
+    that its programs read the same weights at a time. `claimed` is 0 between kernels: hopper.py counts in it, and sets
     it back. Only rows m < tiles are written; `bound` >= tiles is known to the host: R // BLOCK_M + min(E, R).
     """
 
@@ -46,8 +49,8 @@ class Schedule:
     R: int
 
     def tiles(self) -> torch.Tensor:
-        """int32 [tiles, 3]: expert, first, end. Reads the device: for tests."""
-        return self.plan[4 : 4 + 4 * int(self.plan[0])].view(-1, 4)[:, :3]
+        """int32 [tiles, 4]: expert, first, end, group. Reads the device: for tests."""
+        return self.plan[4 : 4 + 4 * int(self.plan[0])].view(-1, 4)
 
     def routes(self) -> torch.Tensor:
         """int32 [R]: the sorted routes; what lies past the last tile's end is undefined."""
@@ -201,6 +204,8 @@ def _sort_kernel(
         tl.store(plan_ptr, tl.sum(tiles, axis=0))
         tl.store(plan_ptr + 1, 0)
     parts, among = (total + PART - 1) // PART, tl.maximum(tiles, 1)
+    groups = (among + _GROUP - 1) // _GROUP
+    height = (among + groups - 1) // groups
     for j in range(chunk, tl.max(tiles, axis=0), chunks):
         tile_ptr = plan_ptr + 4 + 4 * (at + j)
         tl.store(tile_ptr, e, mask=j < tiles)
@@ -211,6 +216,8 @@ def _sort_kernel(
             below = tl.minimum((j + 1) * parts // among * PART, total)
             tl.store(tile_ptr + 1, first + j * parts // among * PART, mask=j < tiles)
             tl.store(tile_ptr + 2, first + below, mask=j < tiles)
+        start = j // height * height
+        tl.store(tile_ptr + 3, tl.minimum(tiles - start, height) << 16 | j - start, mask=j < tiles)
 
     i = tl.arange(0, SUB)
     if not ALONE:
@@ -283,9 +290,12 @@ def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int 
         tiles = ceil_div(n, BLOCK_M)
         if part:
             starts = [j * ceil_div(n, part) // tiles * part for j in range(tiles)]
-            rows += [(e, first + a, first + b, 0) for a, b in zip(starts, [*starts[1:], n])]
+            spans = list(zip(starts, [*starts[1:], n]))
         else:
-            rows += [(e, first + j * BLOCK_M, first + n, 0) for j in range(tiles)]
+            spans = [(j * BLOCK_M, n) for j in range(tiles)]
+        height = ceil_div(max(tiles, 1), max(ceil_div(tiles, _GROUP.value), 1))
+        groups = [(min(height, tiles - j + j % height) << 16) + j % height for j in range(tiles)]
+        rows += [(e, first + a, first + b, group) for (a, b), group in zip(spans, groups)]
         ends.append((first, first + n) if n else (0, 0))
         first += n
     plan = torch.zeros(plan_size(R, E), dtype=torch.int32, device=ids.device)

@@ -55,7 +55,7 @@ def spread(x_TH: torch.Tensor, ids_TK: torch.Tensor, schedule: Schedule, E: int)
 
 def spread_reference(x_TH: torch.Tensor, schedule: Schedule, choices: int) -> torch.Tensor:
     """The torch twin of `spread`; rows past the last route's are zero."""
-    end = max((end for _, _, end in schedule.tiles().tolist()), default=0)
+    end = max((end for _, _, end, _ in schedule.tiles().tolist()), default=0)
     out = x_TH.new_zeros((schedule.R, x_TH.shape[1]))
     out[:end] = x_TH[schedule.routes()[:end].long() // choices]
     return out

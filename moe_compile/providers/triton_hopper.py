@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
     from ..kernels.sort import Schedule
 
-KNOBS = ("M", "N1", "G1", "N2", "G2", "GATHER")
-VALID = {"M": tuple(HEIGHTS), "N1": (64, 128, 256), "G1": (1, 2, 4, 8, 16, 32, 64), "N2": (128, 256),
-         "G2": (1, 2, 4, 8, 16, 32, 64), "GATHER": (0, 1)}  # fmt: skip
+KNOBS = ("M", "N1", "N2", "GATHER")
+VALID = {"M": tuple(HEIGHTS), "N1": (64, 128, 256), "N2": (128, 256), "GATHER": (0, 1)}
 # Rows an expert from which tiles of more than 64 are offered. Below, they are mostly empty (H200, 2026-12-01: with 32
 # rows from 1 % faster than triton_grouped on mixtral to 1 % slower on olmoe, with 64 2 to 13 % faster).
 FEWEST_ROWS = 48
@@ -52,7 +51,7 @@ SWAPPED_ROWS, SWAPPED_GATHER_ROWS = 640, 144
 
 class TritonHopper(Provider):
     """Sort, fc1 with bias and activation, fc2 with bias, weighted sum. Knobs: M rows of a tile, N columns of one of the
-    first and of the second linear, G row tiles side by side, GATHER whether fc1 reads x's rows by their routes."""
+    first and of the second linear, GATHER whether fc1 reads x's rows by their routes."""
 
     name = "triton_hopper"
     dispatches = False
@@ -113,8 +112,8 @@ class TritonHopper(Provider):
 
         gather = bool(k["GATHER"])
         # ahead of fc1 is permute, or the sort, which makes the schedule; ahead of fc2 is fc1
-        first = Persistent(N=k["N1"], GROUP=k["G1"], GATHER=gather, ROWS=k["M"], AHEAD=not gather)
-        second = Persistent(N=k["N2"], GROUP=k["G2"], ROWS=k["M"], AHEAD=True)
+        first = Persistent(N=k["N1"], GATHER=gather, ROWS=k["M"], AHEAD=not gather)
+        second = Persistent(N=k["N2"], ROWS=k["M"], AHEAD=True)
 
         def read(x_TH: torch.Tensor, schedule: Schedule) -> torch.Tensor:
             if x_TH.stride(1) != 1 or (gather and (x_TH.stride(0) % 16 or x_TH.data_ptr() % 16)):
@@ -150,10 +149,7 @@ def gathers(spec: ExpertsSpec) -> tuple[int, ...]:
 
 
 def _ranked(spec: ExpertsSpec, rows: float) -> list[dict[str, int]]:
-    """Knobs for so many rows an expert: each height of tile, x's rows gathered or copied. Row tiles side by side: 8; 32
-    were at best as fast (H200, 2026-12-01: 0 to 4 % slower on qwen3_30b and qwen3next, 1 to 6 % on gpt_oss_20b, 7 to
-    12 % on dsv3).
-    """
+    """Knobs for so many rows an expert: each height of tile, x's rows gathered or copied."""
     n1, ways = 128 if spec.gated else 256, gathers(spec)
     offered = []
     if SMALL_ROWS[0] <= rows <= SMALL_ROWS[1] and 1 in ways and spec.gate_up.storage == "EGH":
@@ -164,4 +160,4 @@ def _ranked(spec: ExpertsSpec, rows: float) -> list[dict[str, int]]:
         offered.append((160, 0))
     if FEWEST_ROWS <= rows <= SWAPPED_GATHER_ROWS and ways[0]:
         offered.append((160, 1))
-    return [dict(zip(KNOBS, (m, n1, 8, 256, 8, gather))) for m, gather in offered]
+    return [dict(zip(KNOBS, (m, n1, 256, gather))) for m, gather in offered]

@@ -101,19 +101,19 @@ def test_prices_choose_with_few_rows_an_expert():
 @pytest.mark.parametrize(
     ("changes", "named_by"),
     [
-        ({"N1": 96}, "N1=96"), ({"G2": 3}, "G2=3"), ({"GATHER": 2}, "GATHER=2"), ({"N1": 256}, "512 columns"),
+        ({"N1": 96}, "N1=96"), ({"N2": 64}, "N2=64"), ({"GATHER": 2}, "GATHER=2"), ({"N1": 256}, "512 columns"),
         ({"M": 96}, "M=96"), ({"M": 64, "N2": 128}, "256 columns"), ({"S": 4}, "knobs are"),
         ({"GATHER": "yes"}, "whole number"),
     ],
 )  # fmt: skip
 def test_knobs_that_cannot_be(changes, named_by):
-    knobs = {"M": 192, "N1": 128, "G1": 8, "N2": 256, "G2": 8, "GATHER": 1, **changes}
+    knobs = {"M": 192, "N1": 128, "N2": 256, "GATHER": 1, **changes}
     with pytest.raises(ValueError, match=named_by):
         HOPPER.work(Tactic.of(**knobs), QWEN, named("H200"))
 
 
 def test_gathering_wants_whole_blocks_of_columns():
-    good = Tactic.of(M=128, N1=128, G1=8, N2=256, G2=8, GATHER=1)
+    good = Tactic.of(M=128, N1=128, N2=256, GATHER=1)
     with pytest.raises(ValueError, match="H=2056"):
         HOPPER.work(good, dataclasses.replace(QWEN, H=2056), named("H200"))
 

@@ -32,7 +32,7 @@ with torch.no_grad():
 PLANS = {
     "triton_decode": (4, "N1=1,K1=256,W1=4,N2=4,K2=128,W2=4"),
     "triton_grouped": (2048, "M=64,N1=64,K1=64,W1=4,S1=3,SWAP1=0,TMA1=1,N2=128,K2=64,W2=4,S2=3,SWAP2=0,TMA2=1"),
-    "triton_hopper": (2048, "M=128,N1=128,G1=8,N2=256,G2=8,GATHER=1"),
+    "triton_hopper": (2048, "M=128,N1=128,N2=256,GATHER=1"),
 }
 
 

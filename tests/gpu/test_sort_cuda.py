@@ -60,7 +60,7 @@ def test_most_routes():
     ids = torch.full((2**31 - 1, 1), -1, dtype=torch.int32, device=GPU)
     ids[-2:] = 3
     got = sort_routes(ids, 8, 128)
-    assert got.tiles().tolist() == [[3, 0, 2]]
+    assert got.tiles().tolist() == [[3, 0, 2, 1 << 16]]
     assert got.routes()[:2].tolist() == [2**31 - 3, 2**31 - 2]
     assert clean()
 

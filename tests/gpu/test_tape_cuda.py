@@ -24,8 +24,8 @@ SPEC = ExpertsSpec(E=8, K=2, H=256, I=192, act=SWIGLU)
 TACTICS = [
     ("triton_decode", "N1=1,K1=256,W1=4,N2=4,K2=64,W2=4"),
     ("triton_grouped", "M=64,N1=64,K1=64,W1=4,S1=3,SWAP1=0,TMA1=1,N2=128,K2=64,W2=4,S2=3,SWAP2=0,TMA2=1"),
-    ("triton_hopper", "M=128,N1=128,G1=8,N2=256,G2=8,GATHER=0"),
-    ("triton_hopper", "M=192,N1=128,G1=8,N2=256,G2=8,GATHER=1"),
+    ("triton_hopper", "M=128,N1=128,N2=256,GATHER=0"),
+    ("triton_hopper", "M=192,N1=128,N2=256,GATHER=1"),
 ]
 CANDIDATES = [Candidate(provider=name, tactic=Tactic.parse(text)) for name, text in TACTICS]
 each = pytest.mark.parametrize("candidate", CANDIDATES, ids=str)

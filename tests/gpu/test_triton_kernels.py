@@ -79,7 +79,7 @@ def gathered_and_sorted(spec: ExpertsSpec) -> list[Tactic]:
     """Both ways of triton_hopper to read x's rows, where their width allows, with tiles of each height."""
     n1 = 128 if spec.gated else 256
     ways = [(m, g) for m in VALID["M"] for g in ((0, 1) if spec.H % 64 == 0 else (0,))]
-    return [Tactic.of(M=m, N1=n1, G1=8, N2=256, G2=8, GATHER=g) for m, g in ways]
+    return [Tactic.of(M=m, N1=n1, N2=256, GATHER=g) for m, g in ways]
 
 
 def check(spec: ExpertsSpec, T: int, inputs=None, tactics: int = 1, tokens: list[int] | None = None) -> None:

@@ -76,6 +76,19 @@ def test_epilogue_is_cached_by_expression():
     assert epilogue(parse_expr("mul(silu(gate),up)")) is epilogue(parse_expr("mul(up,silu(gate))"))
 
 
+def groups_of(tiles: list[list[int]]) -> list[tuple[int, int]]:
+    """(expert, tiles) of each group: as many tiles that follow each other, of one expert, as its first says."""
+    found, m = [], 0
+    while m < len(tiles):
+        expert, height = tiles[m][0], tiles[m][3] >> 16
+        assert [(e, group) for e, _, _, group in tiles[m : m + height]] == [
+            (expert, height << 16 | i) for i in range(height)
+        ]
+        found.append((expert, height))
+        m += height
+    return found
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 60), st.integers(1, 32), st.sampled_from([1, 2, 5, 31, 33, 128, 200, 1024])),
@@ -109,6 +122,10 @@ def test_sort(sizes, ids, rows, chunks, inverse, narrow, seed):
         got, want = sort_routes(given_TK, E, *rows, inverse=inverse), sort_routes_reference(given_TK, E, *rows)
     assert got.bound == want.bound >= len(want.tiles()) and not got.plan[1]  # which hopper.py counts in
     assert got.tiles().tolist() == want.tiles().tolist()
+    groups = groups_of(got.tiles().tolist())
+    for e in {e for e, _ in groups}:
+        heights = [height for at, height in groups if at == e]
+        assert max(heights) <= 16 and len(heights) == -(-sum(heights) // 16)
     placed = int(((given_TK >= 0) & (given_TK < E)).sum())
     assert got.routes()[:placed].tolist() == want.routes()[:placed].tolist()
     if inverse:

@@ -293,8 +293,9 @@ def sort_routes_reference(ids_TK: torch.Tensor, E: int, BLOCK_M: int, part: int 
             spans = list(zip(starts, [*starts[1:], n]))
         else:
             spans = [(j * BLOCK_M, n) for j in range(tiles)]
-        height = ceil_div(max(tiles, 1), max(ceil_div(tiles, _GROUP.value), 1))
-        groups = [(min(height, tiles - j + j % height) << 16) + j % height for j in range(tiles)]
+        height = ceil_div(tiles, max(ceil_div(tiles, _GROUP.value), 1)) or 1
+        heights = [min(height, tiles - start) for start in range(0, tiles, height)]
+        groups = [n << 16 | i for n in heights for i in range(n)]
         rows += [(e, first + a, first + b, group) for (a, b), group in zip(spans, groups)]
         ends.append((first, first + n) if n else (0, 0))
         first += n

@@ -36,20 +36,18 @@ from moe_compile.spec import ExpertsSpec, torch_dtype
 GEOMETRIES = {name: spec for name, spec in suite.GEOMETRIES.items() if name != "tiny"}
 _seeds = itertools.count()
 
-# (SWAP, TMA, N, K, warps, stages, GROUP_M = 8) of one linear, by rows of a tile
+# (SWAP, TMA, N, K, warps, stages) of one linear, by rows of a tile
 STAGE_VARIANTS: dict[str, list[tuple[int, ...]]] = {
     "fc1<=32": [(1, 0, 32, 128, 4, 4), (1, 0, 32, 128, 4, 5), (1, 0, 32, 128, 4, 3), (1, 0, 32, 256, 4, 3),
                 (1, 0, 64, 128, 4, 3), (1, 0, 64, 128, 8, 3), (1, 0, 64, 64, 4, 4), (1, 1, 64, 128, 4, 3)],
     "fc1=64": [(0, 0, 64, 64, 4, 4), (1, 0, 64, 64, 4, 4), (0, 0, 64, 64, 4, 3), (0, 0, 64, 128, 4, 3),
                (1, 0, 32, 128, 4, 3), (0, 0, 128, 64, 8, 3)],
-    "fc1=128": [(1, 1, 128, 64, 8, 4), (1, 1, 128, 64, 8, 4, 8), (1, 1, 128, 64, 8, 4, 128), (0, 1, 128, 64, 8, 4),
-                (0, 1, 128, 64, 8, 4, 8), (0, 1, 128, 64, 8, 4, 128)],
+    "fc1=128": [(1, 1, 128, 64, 8, 4), (0, 1, 128, 64, 8, 4)],
     "fc2<=32": [(1, 0, 64, 128, 4, 4), (1, 0, 64, 256, 4, 3), (1, 0, 128, 128, 4, 3), (1, 0, 128, 64, 4, 4),
                 (1, 0, 64, 128, 4, 5), (1, 0, 64, 128, 4, 3), (1, 0, 128, 128, 8, 3), (1, 1, 128, 128, 4, 3)],
     "fc2=64": [(0, 0, 128, 64, 4, 4), (0, 0, 128, 64, 4, 3), (0, 0, 128, 128, 4, 3), (1, 0, 64, 128, 4, 3),
                (1, 0, 128, 64, 4, 4), (0, 1, 256, 64, 4, 4)],
-    "fc2=128": [(0, 1, 256, 64, 8, 4), (0, 1, 256, 64, 8, 4, 8), (0, 1, 256, 64, 8, 4, 128), (0, 1, 128, 64, 4, 4),
-                (0, 1, 128, 64, 4, 4, 8), (0, 1, 128, 64, 4, 3)],
+    "fc2=128": [(0, 1, 256, 64, 8, 4), (0, 1, 128, 64, 4, 4), (0, 1, 128, 64, 4, 3)],
 }  # fmt: skip
 
 
@@ -157,9 +155,8 @@ class Timer:
 
 
 def stage(kind: str, spec: ExpertsSpec, M: int, variant: tuple[int, ...], x: torch.Tensor, schedule, p) -> Any:
-    swap, tma, n, k, warps, stages = variant[:6]
-    group = variant[6] if len(variant) > 6 else 8
-    tile = grouped.Tile(BLOCK_M=M, BLOCK_N=n, BLOCK_K=k, SWAP=swap, TMA=tma, warps=warps, stages=stages, GROUP_M=group)
+    swap, tma, n, k, warps, stages = variant
+    tile = grouped.Tile(BLOCK_M=M, BLOCK_N=n, BLOCK_K=k, SWAP=swap, TMA=tma, warps=warps, stages=stages)
     if kind == "fc1":
         act, k_major = epilogue(spec.act.expr), spec.gate_up.storage == "EGH"
         return lambda: grouped.fc1(

@@ -29,14 +29,14 @@ from moe_compile.kernels.sort import sort_routes
 from moe_compile.operands import ExpertWeights
 from moe_compile.spec import ExpertsSpec, torch_dtype
 
-# (M, N, K, warps, stages, SWAP, TMA, GROUP_M)
+# (M, N, K, warps, stages, SWAP, TMA)
 VARIANTS: dict[str, list[tuple[int, ...]]] = {
-    "fc1": [(128, 128, 64, 8, 4, 1, 1, 8)],
-    "fc2": [(128, 256, 64, 8, 4, 0, 1, 8)],
-    "act": [(128, 256, 64, 8, 4, 0, 1, 8), (128, 128, 64, 4, 3, 1, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8)],
-    "dx": [(128, 256, 64, 8, 4, 0, 1, 8)],
-    "ddown": [(128, 256, 64, 8, 3, 0, 1, 8), (128, 128, 64, 4, 2, 0, 1, 8), (128, 128, 32, 4, 4, 0, 1, 8)],
-    "ddown whole": [(128, 256, 64, 8, 5, 0, 1, 8), (128, 256, 64, 8, 7, 0, 1, 8), (128, 128, 64, 4, 3, 0, 1, 8)],
+    "fc1": [(128, 128, 64, 8, 4, 1, 1)],
+    "fc2": [(128, 256, 64, 8, 4, 0, 1)],
+    "act": [(128, 256, 64, 8, 4, 0, 1), (128, 128, 64, 4, 3, 1, 1), (128, 128, 64, 4, 3, 0, 1)],
+    "dx": [(128, 256, 64, 8, 4, 0, 1)],
+    "ddown": [(128, 256, 64, 8, 3, 0, 1), (128, 128, 64, 4, 2, 0, 1), (128, 128, 32, 4, 4, 0, 1)],
+    "ddown whole": [(128, 256, 64, 8, 5, 0, 1), (128, 256, 64, 8, 7, 0, 1), (128, 128, 64, 4, 3, 0, 1)],
 }  # fmt: skip
 VARIANTS["dgate_up whole"] = VARIANTS["ddown whole"]
 # of kernels for Hopper: (GATHER,), or none
@@ -49,8 +49,8 @@ VARIANTS["dgate_up"] = VARIANTS["ddown"]
 def tile_of(product: str, v: tuple[int, ...]) -> Any:
     if product in HOPPER:
         return v
-    m, n, k, warps, stages, swap, tma, group = v
-    return Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, warps=warps, stages=stages, SWAP=swap, TMA=tma, GROUP_M=group)
+    m, n, k, warps, stages, swap, tma = v
+    return Tile(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, warps=warps, stages=stages, SWAP=swap, TMA=tma)
 
 
 def calls_of(spec: ExpertsSpec, T: int, p: ExpertWeights, device: str) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def stages(name: str, Ts: list[int], timer: Timer) -> Iterator[dict[str, Any]]:
         products = calls_of(spec, T, p, "cuda")
         row: dict[str, Any] = {"geometry": name, "T": T, "us": {}}
         for product, call in products.items():
-            variants = VARIANTS.get(product, [(128, 128, 64, 4, 3, 0, 0, 8)])
+            variants = VARIANTS.get(product, [(128, 128, 64, 4, 3, 0, 0)])
             tiles = {str(v): tile_of(product, v) for v in variants}
             us = timer.medians({k: [lambda t=t, call=call: call(t)] for k, t in tiles.items()}, rounds=5)
             work = flop(spec, T, product)

@@ -84,10 +84,10 @@ def _act_backward_kernel(
     stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr, CHOICES: tl.constexpr,
     H: tl.constexpr, I: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
     K_MAJOR: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, ACT: tl.constexpr, BY_GATE: tl.constexpr,
-    BY_UP: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr,
-    N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    BY_UP: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr,
+    K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), GROUP_M, PDL)
+    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), PDL)
     if m < 0:
         return
     e, first, end, p = rows_of(plan_ptr, m, M_)
@@ -121,10 +121,9 @@ def _act_backward_kernel(
 def _dx_kernel(
     d_ptr, d, d2, w, v, y_ptr, plan_ptr, bound, stride_we: tl.constexpr, stride_wn: tl.constexpr,
     stride_wk: tl.constexpr, G: tl.constexpr, DEPTH: tl.constexpr, H: tl.constexpr, K_MAJOR: tl.constexpr,
-    GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr,
-    K_: tl.constexpr, PDL: tl.constexpr,
+    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    m, column = tile_at(plan_ptr, tl.cdiv(H, N_), GROUP_M, PDL)
+    m, column = tile_at(plan_ptr, tl.cdiv(H, N_), PDL)
     if m < 0:
         return
     e, first, end, p = rows_of(plan_ptr, m, M_)
@@ -172,8 +171,8 @@ def act_backward(
     )  # fmt: skip
     constants = (
         down.stride(0), down.stride(n_axis), down.stride(k_axis), choices, H, I, gated, interleaved,
-        gate_first, not k_major, weights_TK is not None, parts, *acts, tile.GROUP_M, tma, bool(tile.SWAP),
-        tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        gate_first, not k_major, weights_TK is not None, parts, *acts, tma, bool(tile.SWAP), tile.BLOCK_M,
+        tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid, free = (schedule.bound * columns, 1), (schedule.bound, R)
     launch(_act_backward_kernel, grid, arguments, free, constants, warps=tile.warps, stages=tile.stages)
@@ -204,8 +203,8 @@ def dx_routes(
         y, schedule.plan,
     )  # fmt: skip
     constants = (
-        w.stride(0), w.stride(n_axis), w.stride(k_axis), G, depth, H, not k_major, tile.GROUP_M, tma, bool(tile.SWAP),
-        tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        w.stride(0), w.stride(n_axis), w.stride(k_axis), G, depth, H, not k_major, tma, bool(tile.SWAP), tile.BLOCK_M,
+        tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid = (schedule.bound * ceil_div(H, tile.BLOCK_N), 1)
     launch(_dx_kernel, grid, arguments, (schedule.bound,), constants, warps=tile.warps, stages=tile.stages)

@@ -35,15 +35,12 @@ class Tile:
 
     SWAP computes the tile transposed: the weights become the tall operand of the tensor cores, which want 64 rows and
     more of it, and the tokens the narrow one, which may be 16. TMA fetches weights (and fc2's rows) by tensor
-    descriptors instead of per-thread addresses. GROUP_M row tiles run side by side before the next column tile, so
-    that they find an expert's weights in L2 (fc1 of qwen3next at T=4096: 573 us with 8, 589 with 32, 622 with 128;
-    H200, 2026-11-30).
+    descriptors instead of per-thread addresses.
     """
 
     BLOCK_M: int
     BLOCK_N: int
     BLOCK_K: int
-    GROUP_M: int = 8
     SWAP: int = 0
     TMA: int = 0
     warps: int = 4
@@ -56,11 +53,10 @@ def _fc1_kernel(
     stride_xh: tl.constexpr, stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
     stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
-    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
-    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr,
-    LISTED: tl.constexpr, PDL: tl.constexpr,
+    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, TMA: tl.constexpr,
+    SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), GROUP_M, PDL)
+    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), PDL)
     if m < 0:
         return
     e, first, end, p = rows_of(plan_ptr, m, M_)
@@ -100,10 +96,10 @@ def _fc1_kernel(
 def _fc2_kernel(
     act_ptr, act, w, bias_ptr, y_ptr, plan_ptr, bound, stride_we: tl.constexpr,
     stride_wn: tl.constexpr, stride_wk: tl.constexpr, stride_be: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
-    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr,
-    M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
+    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr,
+    N_: tl.constexpr, K_: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    m, column = tile_at(plan_ptr, tl.cdiv(H, N_), GROUP_M, PDL)
+    m, column = tile_at(plan_ptr, tl.cdiv(H, N_), PDL)
     if m < 0:
         return
     e, first, end, p = rows_of(plan_ptr, m, M_)
@@ -141,8 +137,7 @@ def _fc1_bound(
         x_strides[1], w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0,
         0 if halves in ("separate", "up") else 1 if interleaved else I, choices, H, I,
         gated, paired, interleaved, not halves.startswith("up_gate"), k_major, bias_stride is not None,
-        weights_dtype is not None, act, tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
-        listed,
+        weights_dtype is not None, act, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, listed,
     )  # fmt: skip
     bound = Bound(_fc1_kernel, constants, device, warps=tile.warps, stages=tile.stages, overlap=True)
     return bound, tile.BLOCK_N * (2 if paired else 1) if tma else 0
@@ -158,7 +153,7 @@ def _fc2_bound(
     n_axis, k_axis = (1, 2) if k_major else (2, 1)
     constants = (
         w_strides[0], w_strides[n_axis], w_strides[k_axis], bias_stride or 0, H, I, k_major, bias_stride is not None,
-        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, listed,
+        tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, listed,
     )  # fmt: skip
     # Not overlapped: its programs would fill the processors that fc1 leaves first, unevenly (mixtral T=1: 187 us, with
     # it 196; gpt_oss_20b T=4: 166, 168; elsewhere it gained 1 us; H200, 2026-11-30).

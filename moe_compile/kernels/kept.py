@@ -55,10 +55,10 @@ def _fc1_kept_kernel(
     stride_we: tl.constexpr, stride_wn: tl.constexpr, stride_wk: tl.constexpr,
     stride_be: tl.constexpr, V_ROW: tl.constexpr, CHOICES: tl.constexpr, H: tl.constexpr, I: tl.constexpr,
     GATED: tl.constexpr, PAIRED: tl.constexpr, INTERLEAVED: tl.constexpr, GATE_FIRST: tl.constexpr,
-    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, GROUP_M: tl.constexpr,
-    TMA: tl.constexpr, SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    K_MAJOR: tl.constexpr, BIAS: tl.constexpr, SCALE: tl.constexpr, ACT: tl.constexpr, TMA: tl.constexpr,
+    SWAP: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), GROUP_M, PDL)
+    m, column = tile_at(plan_ptr, tl.cdiv(I, N_), PDL)
     if m < 0:
         return
     e, first, end, p = rows_of(plan_ptr, m, M_)
@@ -143,8 +143,8 @@ def fc1_kept(
     )  # fmt: skip
     constants = (
         w.stride(0), w.stride(n_axis), w.stride(k_axis), bias1.stride(0) if bias else 0, second, choices, H, I,
-        gated, paired, interleaved, gate_first, k_major, bool(bias), weights_TK is not None, act,
-        tile.GROUP_M, tma, bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
+        gated, paired, interleaved, gate_first, k_major, bool(bias), weights_TK is not None, act, tma,
+        bool(tile.SWAP), tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid = (schedule.bound * ceil_div(I, tile.BLOCK_N), 1)
     free = (schedule.bound,)

@@ -26,6 +26,8 @@ from .launch import ceil_div, launch, power_of_2
 from .product import tma_aligned
 from .sort import Schedule
 
+_GROUP = tl.constexpr(8)  # row tiles side by side: they read the same columns of the other operand
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
@@ -62,8 +64,8 @@ def _rows_of(x_ptr, w_ptr, row, route, p, end, c, stride, COLUMNS: tl.constexpr,
 def _outer_kernel(
     a_ptr, b_ptr, b, route_weight_ptr, out_ptr, spans_ptr, plan_ptr, stride_a, stride_b, bound,
     CHOICES: tl.constexpr, M: tl.constexpr, N: tl.constexpr, stride_m: tl.constexpr, stride_n: tl.constexpr,
-    SCALE: tl.constexpr, TMA: tl.constexpr, WHOLE: tl.constexpr, GROUP_M: tl.constexpr, M_: tl.constexpr,
-    N_: tl.constexpr, K_: tl.constexpr, PDL: tl.constexpr,
+    SCALE: tl.constexpr, TMA: tl.constexpr, WHOLE: tl.constexpr, M_: tl.constexpr, N_: tl.constexpr,
+    K_: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_wait()
@@ -71,10 +73,10 @@ def _outer_kernel(
     HIGH: tl.constexpr = (M + M_ - 1) // M_
     WIDE: tl.constexpr = (N + N_ - 1) // N_
     e, local = tl.program_id(0) // (HIGH * WIDE), tl.program_id(0) % (HIGH * WIDE)
-    group = local // (GROUP_M * WIDE)
-    height = tl.minimum(HIGH - group * GROUP_M, GROUP_M)
-    local -= group * GROUP_M * WIDE
-    m0, n0 = (group * GROUP_M + local % height) * M_, local // height * N_
+    group = local // (_GROUP * WIDE)
+    height = tl.minimum(HIGH - group * _GROUP, _GROUP)
+    local -= group * _GROUP * WIDE
+    m0, n0 = (group * _GROUP + local % height) * M_, local // height * N_
     m, n, k = m0 + tl.arange(0, M_), n0 + tl.arange(0, N_), tl.arange(0, K_)
     first, end = tl.load(spans_ptr + 2 * e), tl.load(spans_ptr + 2 * e + 1)
     routes_ptr = plan_ptr + 4 + 4 * bound
@@ -187,8 +189,7 @@ def outer(
         left.of, right.of, box, weights, out, spans_E2, schedule.plan, left.of.stride(0), right.of.stride(0)
     )  # fmt: skip
     constants = (
-        choices, M, N, *strides, left.weights_TK is not None, tma, whole, tile.GROUP_M, tile.BLOCK_M, tile.BLOCK_N,
-        tile.BLOCK_K,
+        choices, M, N, *strides, left.weights_TK is not None, tma, whole, tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K,
     )  # fmt: skip
     grid = (E * ceil_div(M, tile.BLOCK_M) * ceil_div(N, tile.BLOCK_N), 1)
     launch(_outer_kernel, grid, arguments, (schedule.bound,), constants, warps=tile.warps, stages=tile.stages)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+SETTLE_SECONDS = 0.03  # before rounds of graphs
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -73,6 +75,22 @@ def compare(
     return _interleaved(list(contenders), rounds, lambda name: sample(contenders[name], repeats[name]))
 
 
+def level(timings: Mapping[str, Timing]) -> dict[str, Timing]:
+    """One comparison's timings as if all its rounds had been as fast as the middle one: what to rank by.
+
+    Where rounds grow slower, as a card's clocks fall, a contender's median is its sample of a middle round, and what
+    disturbed that one decides. Of 5 or 6 tactics that are timed in 5 rounds after a pause, the one chosen by medians
+    takes up to 4 % longer than the best, by these up to 1.3 %, and after SETTLE_SECONDS of replays it is the best (H200,
+    5 shapes, 8 times each, 2026-12-01).
+    """
+    rounds = [statistics.median(samples) for samples in zip(*(t.samples for t in timings.values()), strict=True)]
+    middle = statistics.median(rounds)
+    return {
+        name: Timing(samples=tuple(s * middle / r for s, r in zip(t.samples, rounds, strict=True)))
+        for name, t in timings.items()
+    }
+
+
 def _interleaved(names: Sequence[str], rounds: int, sample: Callable[[str], float]) -> dict[str, Timing]:
     """One sample of each name a round, in a drawn order; the same orders every time."""
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -124,7 +142,11 @@ def capture(calls: Sequence[Callable[[], Any]], pool: Any = None) -> Captured:
 def compare_captured(
     graphs: Mapping[str, Captured], *, rounds: int = 15, sample_seconds: float = 0.002
 ) -> dict[str, Timing]:
-    """Time each graph, interleaved; seconds a call. At least two rounds."""
+    """Time each graph, interleaved; seconds a call. At least two rounds.
+
+    Before that all are replayed in turn for SETTLE_SECONDS, since a card that was idle starts at clocks that its power
+    limit soon takes back.
+    """
     if rounds < 2:
         raise ValueError(f"bench: rounds={rounds} must be at least 2")
     replays = {}
@@ -132,6 +154,10 @@ def compare_captured(
         captured.seconds(1)
         once = captured.seconds(1) * captured.calls
         replays[name] = max(1, round(sample_seconds / max(once, 1e-9)))
+    until = time.perf_counter() + SETTLE_SECONDS
+    while time.perf_counter() < until:
+        for captured in graphs.values():
+            captured.seconds(1)
     return _interleaved(list(graphs), rounds, lambda name: graphs[name].seconds(replays[name]))
 
 

@@ -169,7 +169,7 @@ class Contest:
         for name, made in self._contenders(T, failed).items():
             found = {label: self._ready(label, make, inputs, stack, truth) for label, make in made.items()}
             ready = {label: r for label, r in found.items() if isinstance(r, _Ready)}
-            times = self._time(ready, 5) if len(ready) > 1 else {}
+            times = bench.level(self._time(ready, 5)) if len(ready) > 1 else {}
             if ready:
                 fastest[name] = min(ready.values(), key=lambda r: times[r.label].median if times else 0.0)
             else:

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
+from . import bench, reference
 from . import ops as _registered  # noqa: F401  (the operator)
-from . import reference
 from .cache import Cache, Entry, Key
 from .clock import Clock
 from .journal import Trial, log
@@ -262,9 +262,9 @@ class _Bucket:
                 return True
             one_by_one = [self._time([c], rounds) for c in candidates]  # whose fault it was
             return all(one_by_one)
+        level = bench.level(timings)
         for c in candidates:
-            t = timings[str(c)]
-            self._note(c, us=1e6 * t.median, spread=t.spread)
+            self._note(c, us=1e6 * level[str(c)].median, spread=timings[str(c)].spread)
         return True
 
     def _reference(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,8 +1,11 @@
 """The timing protocol, on a clock that the tests wind: interleaving, medians, ratios within a round."""
 
 import itertools
+import statistics
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_compile import bench
 from moe_compile.bench import Timing, compare
@@ -75,6 +78,59 @@ def test_the_device_is_waited_for_around_each_sample(monkeypatch):
         synchronize=lambda: clock.calls.append("|"),
     )
     assert "".join(clock.calls) == "|a||a||a|" + "|aa|" * 2
+
+
+class Replayed:
+    """A graph of two calls on a Clock."""
+
+    calls = 2
+
+    def __init__(self, clock, name, seconds):
+        self.call = clock.contender(name, 2 * seconds)
+        self.alone = seconds
+
+    def seconds(self, replays):
+        for _ in range(replays):
+            self.call()
+        return self.alone
+
+
+def test_graphs_settle_in_turn_before_the_rounds(monkeypatch):
+    clock = Clock(monkeypatch)
+    graphs = {n: Replayed(clock, n, s) for n, s in (("a", 0.0005), ("b", 0.001))}
+    times = bench.compare_captured(graphs, rounds=4)  # type: ignore[arg-type]
+    settled = round(bench.SETTLE_SECONDS / 0.003)
+    assert "".join(clock.calls[:4]) == "aabb"
+    assert "".join(clock.calls[4 : 4 + 2 * settled]) == "ab" * settled
+    rest = clock.calls[4 + 2 * settled :]
+    assert sorted(rest) == ["a"] * 8 + ["b"] * 4
+    assert {n: t.median for n, t in times.items()} == {"a": 0.0005, "b": 0.001}
+
+
+def test_one_disturbed_round_does_not_decide_while_clocks_fall():
+    times = {"a": Timing(samples=(1.0, 1.155, 1.2)), "b": Timing(samples=(1.02, 1.122, 1.224)),
+             "c": Timing(samples=(1.03, 1.133, 1.236))}  # fmt: skip
+    assert min(times, key=lambda n: times[n].median) == "b"  # a's second sample was disturbed, and is in the middle
+    level = bench.level(times)
+    assert min(level, key=lambda n: level[n].median) == "a"
+
+
+SAMPLES = st.floats(0.5, 2.0)
+
+
+@given(st.integers(2, 7).flatmap(lambda n: st.tuples(
+    st.lists(st.lists(SAMPLES, min_size=n, max_size=n), min_size=1, max_size=5),
+    st.lists(SAMPLES, min_size=n, max_size=n))))  # fmt: skip
+def test_level_takes_rounds_as_equally_fast(drawn):
+    rows, factors = drawn
+    was = {str(i): Timing(samples=tuple(row)) for i, row in enumerate(rows)}
+    now = {n: Timing(samples=tuple(s * f for s, f in zip(t.samples, factors))) for n, t in was.items()}
+    a, b = bench.level(was), bench.level(now)
+    rounds = [statistics.median(samples) for samples in zip(*(t.samples for t in a.values()))]
+    assert rounds == pytest.approx([rounds[0]] * len(rounds))
+    scale = b["0"].samples[0] / a["0"].samples[0]
+    for name, timing in a.items():
+        assert b[name].samples == pytest.approx([scale * s for s in timing.samples])
 
 
 def test_spread_is_half_the_quartile_distance():

@@ -80,8 +80,8 @@ def level(timings: Mapping[str, Timing]) -> dict[str, Timing]:
 
     Where rounds grow slower, as a card's clocks fall, a contender's median is its sample of a middle round, and what
     disturbed that one decides. Of 5 or 6 tactics that are timed in 5 rounds after a pause, the one chosen by medians
-    takes up to 4 % longer than the best, by these up to 1.3 %, and after SETTLE_SECONDS of replays it is the best (H200,
-    5 shapes, 8 times each, 2026-12-01).
+    takes up to 4 % longer than the best, by these up to 1.3 %, and after SETTLE_SECONDS of replays it is the best
+    (H200, 5 shapes, 8 times each, 2026-12-01).
     """
     rounds = [statistics.median(samples) for samples in zip(*(t.samples for t in timings.values()), strict=True)]
     middle = statistics.median(rounds)

@@ -349,7 +349,7 @@ def compile_ahead(
 
     try:
         with ThreadPoolExecutor(_cores()) as pool, compiling(pool):
-            for candidate, T in needed:
+            for candidate, T in sorted(needed, key=lambda pair: -pair[1]):  # tiles of many rows compile longest
                 if candidate.provider.startswith("triton_"):
                     batch = workload.batch(T)
                     weights = ExpertWeights.of(spec, *batch.rest)

@@ -99,17 +99,17 @@ def test_block_is_replaced_and_as_exact(family: str, dtype: torch.dtype, impleme
 
 # AOTAutograd takes up to 10 s over the symbolic sizes of a whole model; above, every family's block goes through it.
 TRACED = ("qwen3_moe", "gpt_oss")
-# Those in both ways, the others by turns: test_table.py has them all in fp32, by default and static.
-WAYS = [
-    (family, dynamic) for i, family in enumerate(zoo.FAMILIES) for dynamic in (False, True)
-    if family in TRACED or dynamic == bool(i % 2)
-]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "dynamic"), WAYS)
-def test_every_layer_of_the_model_is_replaced_in_one_graph(family: str, dynamic: bool) -> None:
-    """Static shapes in bf16 and HuggingFace's default, or dynamic ones in fp32 and batched_mm."""
-    dtype, implementation = (torch.float32, "batched_mm") if dynamic else (torch.bfloat16, None)
+@pytest.mark.parametrize(
+    ("dtype", "implementation", "dynamic"),
+    [(torch.bfloat16, None, False), (torch.float32, "batched_mm", True)],
+    ids=["bf16-default-static", "fp32-batched_mm-dynamic"],
+)
+@pytest.mark.parametrize("family", list(zoo.FAMILIES))
+def test_every_layer_of_the_model_is_replaced_in_one_graph(
+    family: str, dtype: torch.dtype, implementation: str | None, dynamic: bool
+) -> None:
     model = zoo.build(family, dtype, implementation)
     inner = "eager" if dynamic and family not in TRACED else "aot_eager"
     ids = zoo.tokens()

@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 import transformers
 
-from moe_compile import tune
+from moe_compile import bench, tune
 from moe_compile.activation import Activation
 from moe_compile.clock import Clock
 from moe_compile.cost import Load
@@ -184,7 +184,7 @@ def row(spec: ExpertsSpec, T: int, found: list[str], kinds: dict[str, Workload],
     limits = {kind: max(tune.HOPELESS * s, s + tune.LAUNCHES_SECONDS) for kind, s in best.items()}
     able = [c for c in found if all(c in s for s in single.values())]
     working = [c for c in able if any(s[c] <= limits[kind] for kind, s in single.items())]
-    times = {kind: clock({c: calls(spec, w, T, c) for c in working}, 7) for kind, w in kinds.items()}
+    times = {kind: bench.level(clock({c: calls(spec, w, T, c) for c in working}, 7)) for kind, w in kinds.items()}
     chosen = {kind: min(working, key=lambda c, t=t: t[c].median) for kind, t in times.items()}
     final = clock({c: calls(spec, kinds["text"], T, c) for c in dict.fromkeys(chosen.values())}, 15)
     best = final[chosen["text"]]
